@@ -1,7 +1,8 @@
 //! Plans, checks and loads a model.
 
 use keel_array::{AttentionSpec, MemoryReport, Runtime};
-use keel_engine::EngineOptions;
+use keel_engine::split::PlacedPart;
+use keel_engine::{Engine, EngineOptions};
 use keel_models::HybridConfig;
 use keel_models::loading::Parameters;
 use serde_json::Value;
@@ -75,7 +76,8 @@ pub fn context_for(config: &HybridConfig, tokens: usize) -> Result<usize> {
 /// The device, the options and the plan of a load, once its device is chosen.
 pub(crate) struct PlacedLoad {
     pub device: DeviceOptions,
-    pub engine: EngineOptions,
+    /// The engine of the plan, without memory.
+    pub engine: Engine,
     pub planned: MemoryReport,
     /// Why this device was chosen, if the options left the choice open.
     pub placement: Option<String>,
@@ -83,24 +85,26 @@ pub(crate) struct PlacedLoad {
 
 impl PlacedLoad {
     pub(crate) fn new(files: &ModelFiles, options: &LoadOptions) -> Result<PlacedLoad> {
-        let engine = options.engine_options(&files.config)?;
+        let bounds = options.engine_options(&files.config)?;
         let (parameters, mut device) = (files.parameters(), options.device.clone());
         // The order of sums depends on the device.
         let plan_on = |device: &DeviceOptions| {
-            let engine = device.engine_options(engine);
-            Ok::<_, Error>((engine, plan(device, &*parameters, &files.json, engine)?))
+            let bounds = device.engine_options(bounds);
+            let backend = PlacedPart::whole(device.planning_backend(bounds.compute));
+            keel_engine::plan::engine(&[backend], None, &*parameters, &files.json, bounds)
         };
+        let bytes_of = |engine: &Engine| keel_engine::plan::bytes_of(engine).into_iter().sum();
         let mut placement = None;
         if device.device.is_none() {
             let placed = place(|gpu| {
                 let candidate = DeviceOptions { device: Some(gpu), ..device.clone() };
-                plan_on(&candidate).map(|(_, planned)| planned)
+                plan_on(&candidate).map(|engine| bytes_of(&engine))
             });
             device.device = Some(placed.device);
             placement = Some(placed.why);
         }
-        let (engine, planned) = plan_on(&device)?;
-        Ok(PlacedLoad { device, engine, planned, placement })
+        let engine = plan_on(&device)?;
+        Ok(PlacedLoad { device, planned: bytes_of(&engine), engine, placement })
     }
 }
 

@@ -5,7 +5,8 @@ use std::path::Path;
 use keel_array::{Category, MemoryReport};
 use keel_cache::SequenceCache;
 use keel_engine::batch::BatchOptions;
-use keel_engine::{Engine, GenerateOptions, PREFILL_GRID, SamplerOptions, SpeculationOptions};
+use keel_engine::split::PlacedPart;
+use keel_engine::{Engine, GenerateOptions, LoadProgress, PREFILL_GRID, SamplerOptions, SpeculationOptions};
 use keel_text::{AnswerForm, GrammarSource, Message};
 use serde_json::Value;
 
@@ -131,25 +132,38 @@ impl Model {
         Model::load(&ModelFiles::built_in()?, options, &|_| ())
     }
 
-    /// Loads an opened model. `progress` gets the bytes of weights as they are read.
+    /// Loads an opened model. `progress` is told how the load goes on.
     ///
     /// # Errors
     /// As [`Model::open`].
     ///
     /// ```
-    /// use evenkeel::{LoadOptions, Model, ModelFiles, array::Category};
+    /// use evenkeel::{LoadOptions, Model, ModelFiles, array::Category, engine::LoadProgress};
     /// let (files, read) = (ModelFiles::built_in()?, std::cell::Cell::new(0));
-    /// let model = Model::load(&files, &LoadOptions::default(), &|bytes| read.set(read.get() + bytes))?;
+    /// let model = Model::load(&files, &LoadOptions::default(), &|progress| {
+    ///     if let LoadProgress::Read(bytes) = progress {
+    ///         read.set(read.get() + bytes);
+    ///     }
+    /// })?;
     /// assert!(0 < read.get() && read.get() <= model.planned().get(Category::Weights));
     /// # Ok::<(), evenkeel::Error>(())
     /// ```
-    pub fn load(files: &ModelFiles, options: &LoadOptions, progress: &dyn Fn(u64)) -> Result<Model> {
-        let PlacedLoad { device, engine: options, planned, placement } = PlacedLoad::new(files, options)?;
+    pub fn load(files: &ModelFiles, options: &LoadOptions, progress: &dyn Fn(LoadProgress)) -> Result<Model> {
+        let PlacedLoad { device, engine, planned, placement } = PlacedLoad::new(files, options)?;
+        let options = *engine.options();
         let runtime = device.runtime(options.compute)?;
         check_and_limit(&device, &runtime, &planned, &options)?;
         let text = files.has_tokenizer().then(|| ModelText::open_for_grammars(files)).transpose()?;
+        let devices = [PlacedPart::whole(runtime)];
         Ok(Model {
-            engine: Engine::load(&runtime, &*files.parameters(), &files.json, options, progress)?,
+            engine: Engine::load_planned(
+                engine,
+                &devices,
+                None,
+                &*files.parameters(),
+                &files.json,
+                progress,
+            )?,
             text,
             planned,
             identity: files.identity(options.compute)?,

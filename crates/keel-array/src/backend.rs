@@ -286,6 +286,12 @@ pub trait Programs: Send + Sync {
         Ok(())
     }
 
+    /// Whether [`Programs::make_ready`] also takes launches of a planning backend with the same options. They have the
+    /// kernels of the device's own launches, so kernels can be compiled before the weights are there.
+    fn compiles_plans(&self) -> bool {
+        false
+    }
+
     /// The preparation work done so far.
     fn preparations(&self) -> Preparations {
         Preparations::default()

@@ -97,7 +97,7 @@ pub enum CudaError {
     /// A kernel does not compile.
     #[error("kernel {kernel} does not compile for {architecture}:\n{log}")]
     Compile {
-        /// File and entry point.
+        /// File, entry point and constants, or the name of a user's kernel.
         kernel: String,
         /// The target architecture.
         architecture: String,

@@ -89,7 +89,7 @@ sources! {
     ATTENTION_WGMMA = "attention_wgmma.cu",
 }
 
-/// A kernel with its constants: the unit that is compiled once and kept.
+/// A kernel with its constants.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct KernelKey {
     /// Name of the source file.
@@ -100,6 +100,8 @@ pub struct KernelKey {
     pub source: Arc<str>,
     /// Constants, by name.
     pub defines: Vec<(&'static str, String)>,
+    /// The name of a user's kernel, for messages.
+    pub user: Option<Arc<str>>,
 }
 
 /// The form in which `half.cuh` writes values of x in 16 bits.
@@ -130,7 +132,8 @@ impl HalfForm {
 impl KernelKey {
     /// An entry point of a source file, without constants.
     pub fn new(source: Source, entry: &'static str) -> KernelKey {
-        KernelKey { file: source.file, entry, source: source.text.into(), defines: Vec::new() }
+        let (file, source) = (source.file, source.text.into());
+        KernelKey { file, entry, source, defines: Vec::new(), user: None }
     }
 
     /// With a constant.
@@ -140,16 +143,26 @@ impl KernelKey {
         self
     }
 
+    /// Names the program that holds this kernel: all entry points of the text with these constants, which are compiled
+    /// once and kept.
+    pub fn program(&self) -> KernelKey {
+        KernelKey { entry: "", ..self.clone() }
+    }
+
     /// Whether the kernel itself waits for the kernels before it, so that it may be launched before they have ended.
     /// All kernels of this crate do; a user's kernel does not.
     pub fn waits(&self) -> bool {
         self.entry != CUSTOM_ENTRY
     }
 
-    /// File, entry point and constants, for messages.
+    /// File, entry point and constants, or the user's name, for messages.
     pub fn name(&self) -> String {
+        if let Some(user) = &self.user {
+            return user.to_string();
+        }
         let constants: Vec<String> = self.defines.iter().map(|(n, v)| format!("{n}={v}")).collect();
-        format!("{}:{} [{}]", self.file, self.entry, constants.join(" "))
+        let entry = if self.entry.is_empty() { String::new() } else { format!(":{}", self.entry) };
+        format!("{}{entry} [{}]", self.file, constants.join(" "))
     }
 }
 

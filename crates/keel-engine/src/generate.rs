@@ -12,8 +12,8 @@ use crate::options::MTP_LAG_MAX;
 use crate::speculation::{Choice, Chooser, Round, RoundSequence, SamplerChooser, Speculation};
 use crate::step::drafts_not_planned;
 use crate::{
-    Engine, EngineError, Result, Sampler, SamplerOptions, SpeculationCounters, SpeculationOptions, Ticket,
-    Work, WorkRows,
+    Engine, EngineError, HostReads, Result, Sampler, SamplerOptions, SpeculationCounters, SpeculationOptions,
+    Ticket, Work, WorkRows,
 };
 
 /// Options of a generated text.
@@ -313,7 +313,7 @@ impl<'e> TokenIterator<'e> {
 
     fn submit(&mut self, sequence: &mut SequenceCache, rows: WorkRows<'_>) -> Result<()> {
         let (ahead, draw) = (self.in_flight.len(), self.chooser.draw_next());
-        let work = Work { sequence, ahead, rows, draw, by_host: false };
+        let work = Work { sequence, ahead, rows, draw, reads: HostReads::Nothing };
         let ticket = self.engine.submit(&mut [work]).inspect_err(|_| self.chooser.forget_draws(1))?;
         self.in_flight.push_back(ticket);
         Ok(())

@@ -46,7 +46,9 @@ mod step;
 mod sync;
 mod vision;
 
-pub use engine::{Chunk, Engine, LateWork, LogitSink, Ticket, Work, WorkRows};
+pub use engine::{
+    Chunk, EarlySteps, Engine, HostReads, LateWork, LoadProgress, LogitSink, Ticket, Work, WorkRows,
+};
 pub use error::{EngineError, Result};
 pub use generate::{FinishReason, GenerateOptions, TokenIterator};
 pub use keel_array::PREFILL_GRID;

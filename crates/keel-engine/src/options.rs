@@ -4,7 +4,7 @@ use keel_array::{Compute, DType, KvFormat, PREFILL_GRID};
 use keel_cache::{CacheFormat, CacheSize};
 use keel_models::SumOrder;
 
-use crate::{EngineError, Result, VisionOptions};
+use crate::{EarlySteps, EngineError, Result, VisionOptions};
 
 /// How many rows the MTP (multi-token-prediction) head may lag behind a sequence that does not draft.
 pub(crate) const MTP_LAG_MAX: usize = 64;
@@ -51,6 +51,8 @@ pub struct EngineOptions {
     pub row_hidden: bool,
     /// Also load the model's vision tower, for pictures up to this size. `None` is for text alone.
     pub vision: Option<VisionOptions>,
+    /// The steps whose kernels [`Engine::load_planned`](crate::Engine::load_planned) compiles while weights are read.
+    pub early_steps: EarlySteps,
     /// Only in a plan: count the largest step of each kind alone. See [`crate::plan::at_least`].
     pub largest_steps: bool,
 }
@@ -72,6 +74,7 @@ impl Default for EngineOptions {
             all_logits: false,
             row_hidden: false,
             vision: None,
+            early_steps: EarlySteps::default(),
             largest_steps: false,
         }
     }

@@ -40,6 +40,21 @@ pub fn plan_on(
     config: &Value,
     options: EngineOptions,
 ) -> Result<Vec<MemoryReport>> {
+    Ok(bytes_of(&engine(devices, tower, parameters, config, options)?))
+}
+
+/// An engine without memory, whose runtimes have the ledgers of the plan. It is for [`bytes_of`] and
+/// [`Engine::load_planned`]; it cannot run.
+///
+/// # Errors
+/// As [`Engine::load_on`].
+pub fn engine(
+    devices: &[PlacedPart<Arc<dyn Backend>>],
+    tower: Option<&Arc<dyn Backend>>,
+    parameters: &dyn Parameters,
+    config: &Value,
+    options: EngineOptions,
+) -> Result<Engine> {
     let all = devices.iter().map(|placed| &placed.device).chain(tower);
     assert!(all.into_iter().all(|backend| backend.is_planning()), "a plan is made on planning backends");
     let runtime = |backend: &Arc<dyn Backend>| Runtime::new(Arc::clone(backend), RuntimeOptions::default());
@@ -49,10 +64,12 @@ pub fn plan_on(
     };
     let devices: Vec<_> = devices.iter().map(on_runtime).collect();
     let tower = tower.map(runtime);
-    let engine = Engine::load_on(&devices, tower.as_ref(), parameters, config, options, &|_| ())?;
-    let reports = engine.runtimes().map(|runtime| runtime.ledger().active()).collect();
-    drop(engine);
-    Ok(reports)
+    Engine::load_on(&devices, tower.as_ref(), parameters, config, options, &|_| ())
+}
+
+/// The planned bytes of each device of an [`engine`], by rank.
+pub fn bytes_of(planned: &Engine) -> Vec<MemoryReport> {
+    planned.runtimes().map(|runtime| runtime.ledger().active()).collect()
 }
 
 /// At most the bytes of [`plan`], in a small part of its time: of the list of steps, only the largest of each kind are

@@ -20,7 +20,7 @@ use crate::message::{
     At, Coding, CopyAt, DeviceReply, Failure, MOVES_MAX, PIECES_MAX, Piece, RangeAt, Request,
 };
 
-/// The arena's number among the memories.
+/// The arena's number among the memories. All handles to an arena have it: the device has one arena, and counts them.
 const ARENA: u64 = 0;
 
 /// Memory of the other process, by its number.
@@ -63,8 +63,9 @@ struct Sent {
 /// A backend whose device belongs to another process.
 ///
 /// A planning backend of the same kind answers all questions of [`Programs`] and those about sizes. Everything that
-/// touches memory goes to the other process. If that is lost, writes are forgotten, and reads, launches and allocations
-/// are errors.
+/// touches memory goes to the other process. If that is lost, writes are forgotten, and all later reads, launches and
+/// allocations are errors. Those of reads and launches are [`ArrayError::Kernel`], not [`ArrayError::DeviceLost`]: the
+/// leader meets its nodes again.
 pub struct RemoteBackend {
     name: String,
     link: Arc<Link>,
@@ -196,7 +197,7 @@ impl Memory for RemoteBackend {
 
     /// The device may have to replace its arena. Here it stays the same, because nothing knows its address.
     fn grow_arena(&self, _arena: &dyn DeviceMemory, bytes: usize) -> Result<bool, String> {
-        self.ask(&Request::Arena { bytes }).map_err(|failure| failure.reason)?;
+        self.ask(&Request::GrowArena { bytes }).map_err(|failure| failure.reason)?;
         Ok(true)
     }
 
@@ -280,21 +281,29 @@ impl Memory for RemoteBackend {
         block: &RowBlock<'_>,
     ) -> keel_array::Result<()> {
         let RowBlock { expert, first_row, rows, data } = *block;
-        let request = |coding| {
+        let send = |coding, parts: &[&[u8]]| {
+            let bytes: usize = parts.iter().map(|part| part.len()).sum();
+            if bytes > BYTES_MAX {
+                let reason = format!(
+                    "{rows} rows are {bytes} bytes, and at most {BYTES_MAX} are sent to another process: \
+                     fill the weight with fewer rows at a time"
+                );
+                return Err(ArrayError::Argument { op: "pack_weight", reason });
+            }
             let at = at(memory, offset);
-            Request::Pack { spec: *spec, at, expert, first_row, rows, coding }
+            self.link.send(&Request::Pack { spec: *spec, at, expert, first_row, rows, coding }, parts);
+            Ok(())
         };
         match data {
-            RowData::Dense(bytes) => self.link.send(&request(Coding::Dense), &[bytes]),
-            RowData::Blocks(bytes) => self.link.send(&request(Coding::Blocks), &[bytes]),
+            RowData::Dense(bytes) => send(Coding::Dense, &[bytes]),
+            RowData::Blocks(bytes) => send(Coding::Blocks, &[bytes]),
             RowData::Affine { codes, scales, biases } => {
                 let coding = Coding::Affine { codes: codes.len(), groups: scales.len() };
                 let floats =
                     |values: &[f32]| -> Vec<u8> { values.iter().flat_map(|x| x.to_le_bytes()).collect() };
-                self.link.send(&request(coding), &[codes, &floats(scales), &floats(biases)]);
+                send(coding, &[codes, &floats(scales), &floats(biases)])
             }
         }
-        Ok(())
     }
 }
 
@@ -409,3 +418,6 @@ impl Group for RemoteBackend {
         cluster.note_rejoined(self.rank());
     }
 }
+
+#[cfg(test)]
+mod tests;

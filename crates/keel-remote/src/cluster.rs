@@ -335,7 +335,8 @@ impl Node {
         };
         stream.set_write_timeout(Some(SILENCE_MAX)).map_err(as_error)?;
         // The heartbeat starts now: connecting the other nodes may take longer than the allowed silence.
-        let control = MessageSender::new(stream.try_clone().map_err(as_error)?, ControlMessage::Here)?;
+        let own = stream.try_clone().map_err(as_error)?;
+        let control = MessageSender::new(own, &ControlMessage::Here, ControlMessage::Here)?;
         let reader = BufReader::new(stream.try_clone().map_err(as_error)?);
         let (said, heard) = sync_channel(SAID_MAX);
         let node = Node {

@@ -3,6 +3,7 @@
 use std::io::{BufWriter, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -113,19 +114,29 @@ impl Read for UntilDeadline<'_> {
 pub(crate) struct MessageSender(Arc<Mutex<BufWriter<TcpStream>>>);
 
 impl MessageSender {
-    /// Takes a connection. From then on the other end gets `heartbeat` every second.
+    /// Takes a connection and sends `first`. From then on the other end gets `heartbeat` every second. If the
+    /// connection fails, its reader learns it.
     ///
     /// # Errors
-    /// No thread can be started.
-    pub fn new(stream: TcpStream, heartbeat: impl Serialize + Send + 'static) -> Result<MessageSender> {
+    /// No thread can be started. Nothing has been sent then, so a refusal may be the first message.
+    pub fn new(
+        stream: TcpStream,
+        first: &impl Serialize,
+        heartbeat: impl Serialize + Send + 'static,
+    ) -> Result<MessageSender> {
         let out = Arc::new(Mutex::new(BufWriter::new(stream)));
         let weak = Arc::downgrade(&out);
+        // The heartbeat waits for this lock until the first message has left.
+        let mut held = locked(&out);
         spawn("keel-heartbeat", move || {
-            while let Some(out) = weak.upgrade() {
-                MessageSender(out).tell(&heartbeat, &[]);
+            loop {
                 std::thread::sleep(HEARTBEAT);
+                let Some(out) = weak.upgrade() else { return };
+                MessageSender(out).tell(&heartbeat, &[]);
             }
         })?;
+        let _ = send_on(&mut held, first, &[]);
+        drop(held);
         Ok(MessageSender(out))
     }
 
@@ -134,14 +145,17 @@ impl MessageSender {
     /// # Errors
     /// Those of the connection.
     pub fn send(&self, message: &impl Serialize, bytes: &[u8]) -> std::io::Result<()> {
-        let mut out = locked(&self.0);
-        frame::write(&mut *out, message, &[bytes]).and_then(|()| out.flush())
+        send_on(&mut locked(&self.0), message, bytes)
     }
 
-    /// The same. If it fails, the reader of the connection learns it, too.
+    /// The same. If the connection fails, its reader learns it.
     pub fn tell(&self, message: &impl Serialize, bytes: &[u8]) {
         let _ = self.send(message, bytes);
     }
+}
+
+fn send_on(out: &mut BufWriter<TcpStream>, message: &impl Serialize, bytes: &[u8]) -> std::io::Result<()> {
+    frame::write(out, message, &[bytes]).and_then(|()| out.flush())
 }
 
 /// Locks a value that stays valid if a thread panics while it holds the lock.
@@ -162,16 +176,26 @@ pub(crate) fn silence_or(error: &std::io::Error) -> String {
 }
 
 /// Starts a thread.
-pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
+pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+    #[cfg(test)]
+    if tests::NO_THREADS.get() {
+        return Err(RemoteError::NoThread { reason: "a test".into() });
+    }
     let started = std::thread::Builder::new().name(name.into()).spawn(run);
-    started.map(drop).map_err(|error| RemoteError::NoThread { reason: error.to_string() })
+    started.map_err(|error| RemoteError::NoThread { reason: error.to_string() })
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
+    use std::cell::Cell;
     use std::io::ErrorKind;
 
     use super::*;
+
+    thread_local! {
+        /// Whether this thread cannot start others.
+        pub(crate) static NO_THREADS: Cell<bool> = const { Cell::new(false) };
+    }
 
     #[test]
     fn a_connection_that_is_not_made_is_not_called_silent() {

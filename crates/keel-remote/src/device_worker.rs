@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::io::{self, BufReader};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use keel_array::{
 use crate::connection::MessageSender;
 use crate::frame::{self, BYTES_MAX};
 use crate::message::{
-    At, Coding, CopyAt, DeviceReply, Failure, HelloReply, MOVES_MAX, PIECES_MAX, Piece, RangeAt, Request,
+    At, Coding, CopyAt, DeviceReply, Failure, MOVES_MAX, PIECES_MAX, Piece, RangeAt, Request,
 };
 use crate::node::Session;
 
@@ -58,26 +58,38 @@ fn bytes_of_kernel(kernel: &Kernel) -> usize {
     size_of::<Kernel>() + operands + attributes + absorbed
 }
 
-/// A device with what the leader has on it. Dropping it frees all of that.
+/// A device with what a connection of the leader has on it. Dropping it frees all of that.
 struct Worker {
     pieces: HashMap<u64, BoundPiece>,
     memories: HashMap<u64, Buffer>,
+    /// Users of the arena.
+    arena_users: usize,
     runtime: Runtime,
     /// The first failure of a request without an answer.
     failure: Option<Failure>,
     session: Arc<Session>,
 }
 
-/// Accepts the connection of a device, and serves it until it ends.
+/// Serves the connection of a device until it ends, and closes it. A leader that has not given it up then loses the
+/// node, because it can run nothing without this device.
 ///
 /// # Errors
 /// The connection fails. A leader that closes it is no error.
-pub(crate) fn serve(mut stream: TcpStream, runtime: Runtime, session: Arc<Session>) -> io::Result<()> {
-    stream.set_nodelay(true)?;
-    frame::write(&mut stream, &HelloReply::Accepted(()), &[])?;
-    let mut from = BufReader::with_capacity(1 << 20, stream.try_clone()?);
-    let to = MessageSender::new(stream, DeviceReply::Here).map_err(io::Error::other)?;
+pub(crate) fn serve(
+    stream: &TcpStream,
+    to: &MessageSender,
+    runtime: Runtime,
+    session: Arc<Session>,
+) -> io::Result<()> {
     let mut worker = Worker::new(runtime, session);
+    let served = answer_all(&mut worker, stream, to);
+    // Before the worker frees its memory, which may take long.
+    let _ = stream.shutdown(Shutdown::Both);
+    served
+}
+
+fn answer_all(worker: &mut Worker, stream: &TcpStream, to: &MessageSender) -> io::Result<()> {
+    let mut from = BufReader::with_capacity(1 << 20, stream);
     let mut bytes = Vec::new();
     loop {
         let request: Request = match frame::read(&mut from, &mut bytes) {
@@ -127,7 +139,8 @@ fn failed(error: ArrayError) -> Failure {
 
 impl Worker {
     fn new(runtime: Runtime, session: Arc<Session>) -> Worker {
-        Worker { pieces: HashMap::new(), memories: HashMap::new(), runtime, failure: None, session }
+        let (pieces, memories) = (HashMap::new(), HashMap::new());
+        Worker { pieces, memories, arena_users: 0, runtime, failure: None, session }
     }
 
     /// Keeps the first failure of a request without an answer. The first that lasts replaces one that does not.
@@ -212,8 +225,9 @@ impl Worker {
                     self.pieces.retain(|_, piece| !piece.launch.uses(&freed));
                 }
             }
-            Request::Arena { bytes } => self.runtime.reserve_arena(bytes).map_err(failed)?,
-            Request::FreeArena => self.runtime.clear_cache(),
+            Request::Arena { bytes } => self.enter_arena(bytes)?,
+            Request::GrowArena { bytes } => self.runtime.reserve_arena(bytes).map_err(failed)?,
+            Request::FreeArena => self.leave_arena(),
             Request::ReleaseIdleMemory => self.runtime.release_idle_memory(),
             Request::Write { at } => {
                 let MemoryAt { memory, offset } = self.place(at, bytes.len())?;
@@ -273,6 +287,19 @@ impl Worker {
         done()
     }
 
+    fn enter_arena(&mut self, bytes: usize) -> Result<(), Failure> {
+        self.runtime.reserve_arena(bytes).map_err(failed)?;
+        self.arena_users += 1;
+        Ok(())
+    }
+
+    fn leave_arena(&mut self) {
+        self.arena_users = self.arena_users.saturating_sub(1);
+        if self.arena_users == 0 {
+            self.runtime.clear_cache();
+        }
+    }
+
     fn read(&self, at: At, count: usize, settled: bool) -> Outcome {
         if count > BYTES_MAX {
             let reason = format!("{count} bytes at once; at most {BYTES_MAX} are read");
@@ -289,14 +316,13 @@ impl Worker {
     }
 
     fn piece(&self, number: u64) -> Result<&RemoteLaunch, Failure> {
-        let wrong = |reason: String| Failure::new(reason);
-        let missing = || wrong(format!("there is no piece {number} of a program"));
+        let missing = || Failure::new(format!("there is no piece {number} of a program"));
         let launch = &self.pieces.get(&number).ok_or_else(missing)?.launch;
         match launch.fits_arena() {
             true => Ok(launch),
-            false => {
-                Err(wrong(format!("the arena has become smaller than piece {number} of a program needs")))
-            }
+            false => Err(Failure::new(format!(
+                "the arena has become smaller than piece {number} of a program needs"
+            ))),
         }
     }
 
@@ -334,6 +360,13 @@ impl Worker {
 
     fn prepared(&self) -> DeviceReply {
         DeviceReply::Ran(self.backend().preparations())
+    }
+}
+
+impl Drop for Worker {
+    /// The session keeps the runtime, but the next connection must find the device empty.
+    fn drop(&mut self) {
+        self.runtime.clear_cache();
     }
 }
 

@@ -9,8 +9,9 @@ use std::io::{Read, Result, Write};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Most bytes of a head. The program of the largest model's step takes a few megabytes.
-const HEAD_BYTES_MAX: usize = 256 << 20;
+/// Most bytes of a head. The largest request of copies takes 11 MB, and the program of the largest model's step a few.
+/// Decoding takes about 8 times the bytes of a head: a number of 2 bytes becomes one of 8, in a list that doubles.
+const HEAD_BYTES_MAX: usize = 32 << 20;
 
 /// Most bytes after a head. Longer arrays go in several messages.
 pub(crate) const BYTES_MAX: usize = 64 << 20;
@@ -89,6 +90,7 @@ fn check(head: usize, bytes: usize, limits: Limits) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::message::{At, CopyAt, MOVES_MAX, Request};
 
     #[test]
     fn a_message_is_read_as_it_was_written() {
@@ -114,6 +116,22 @@ mod tests {
             assert_eq!(bytes.len(), length);
             assert!(bytes.capacity() <= kept_max, "{length}: {}", bytes.capacity());
         }
+    }
+
+    /// A head takes many times its bytes while it is decoded.
+    #[test]
+    fn heads_have_room_for_the_largest_request_and_little_more() {
+        let at = At { memory: u64::MAX, offset: usize::MAX };
+        let copies = vec![CopyAt { from: at, to: at, bytes: usize::MAX }; MOVES_MAX];
+        let mut wire = Vec::new();
+        write(&mut wire, &Request::Copy { copies }, &[]).expect("it is not too long");
+        assert!(wire.len() > 10 << 20, "{}", wire.len());
+        assert!(matches!(read(&mut &wire[..], &mut Vec::new()), Ok(Request::Copy { .. })));
+        let error = write(&mut std::io::sink(), &"a".repeat(32 << 20), &[]).expect_err("with its quotes");
+        assert!(error.to_string().contains("at most 33554432"), "{error}");
+        let long = [&(64u32 << 20).to_le_bytes()[..], &[0; 8]].concat();
+        let error = read::<String>(&mut &long[..], &mut Vec::new()).expect_err("64 MiB");
+        assert!(error.to_string().contains("at most 33554432"), "{error}");
     }
 
     #[test]

@@ -156,11 +156,15 @@ pub(crate) enum Request {
     Free {
         memory: u64,
     },
-    /// The arena has at least these bytes.
+    /// One user more of the arena, which has at least these bytes. Queued work may still use the arena of before.
     Arena {
         bytes: usize,
     },
-    /// The arena is not needed any more.
+    /// The arena has at least these bytes, for the users that it has.
+    GrowArena {
+        bytes: usize,
+    },
+    /// One user less of the arena. After the last one it is freed.
     FreeArena,
     ReleaseIdleMemory,
     /// Bytes follow.
@@ -215,6 +219,7 @@ impl Request {
         match self {
             Request::Allocate { .. }
             | Request::Arena { .. }
+            | Request::GrowArena { .. }
             | Request::ReleaseIdleMemory
             | Request::Read { .. }
             | Request::Repeat { .. }

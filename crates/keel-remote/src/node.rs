@@ -1,12 +1,13 @@
 //! A node: the process whose devices a leader uses.
 
+mod devices;
+
 use std::collections::VecDeque;
 use std::io::{self, BufReader};
 use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use keel_array::{Backend, Runtime};
@@ -17,7 +18,8 @@ use crate::leaders::Leaders;
 use crate::message::{
     ControlMessage, DeviceFacts, GroupPlacement, Hello, HelloReply, Refusal, Welcome, version,
 };
-use crate::{Members, device_worker, frame};
+use crate::{Members, frame};
+use devices::{Connection, Device, Devices};
 
 /// How long a new connection may take to say what it is.
 const HELLO_TIME_MAX: Duration = Duration::from_secs(5);
@@ -79,18 +81,6 @@ struct Round {
     number: u64,
     /// How many of this node's devices have ended its exchanges. When all have, absences of this round are old news.
     ended: usize,
-}
-
-/// Devices of a session, and its connections.
-#[derive(Default)]
-struct Devices {
-    size: usize,
-    ranks: Range<usize>,
-    members: Option<Arc<dyn Members>>,
-    /// A device is taken out when its connection comes.
-    runtimes: Vec<Option<Runtime>>,
-    streams: Vec<TcpStream>,
-    threads: Vec<JoinHandle<()>>,
 }
 
 /// Serves one leader after the other, without end. `devices` names this node's devices and says what they have room
@@ -211,7 +201,7 @@ impl Node {
     }
 
     /// Lends a device to its leader.
-    fn lend(&self, stream: &TcpStream, session: u64, index: usize) -> Result<(), Refusal> {
+    fn lend(&self, stream: &Arc<TcpStream>, session: u64, index: usize) -> Result<(), Refusal> {
         let present = locked(&self.present).clone().filter(|present| present.number == session);
         let gone = || Refusal::last("it has lost the control connection of this leader");
         present.ok_or_else(gone)?.serve_device(stream, index)
@@ -279,14 +269,14 @@ impl Session {
         Session { number, count, control, stream, round, devices, is_asked }
     }
 
-    /// Accepts a leader.
-    fn begin(mut stream: &TcpStream, number: u64, devices: Vec<DeviceFacts>) -> io::Result<Session> {
+    /// Accepts a leader. Nothing has been sent to it after an error.
+    fn begin(stream: &TcpStream, number: u64, devices: Vec<DeviceFacts>) -> io::Result<Session> {
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(SILENCE_MAX))?;
         stream.set_write_timeout(Some(SILENCE_MAX))?;
-        let (control, own, count) = (stream.try_clone()?, stream.try_clone()?, devices.len());
-        frame::write(&mut stream, &HelloReply::Accepted(Welcome { session: number, devices }), &[])?;
-        let control = MessageSender::new(control, ControlMessage::Here).map_err(io::Error::other)?;
+        let (out, own, count) = (stream.try_clone()?, stream.try_clone()?, devices.len());
+        let accepted = HelloReply::Accepted(Welcome { session: number, devices });
+        let control = MessageSender::new(out, &accepted, ControlMessage::Here).map_err(io::Error::other)?;
         Ok(Session::new(number, count, control, own))
     }
 
@@ -327,7 +317,7 @@ impl Session {
         let mut devices = locked(&self.devices);
         devices.size = size;
         devices.ranks = ranks;
-        devices.runtimes = runtimes.into_iter().map(Some).collect();
+        devices.all = runtimes.into_iter().map(|runtime| Device { runtime, connection: None }).collect();
         devices.members = Some(members);
         Ok(())
     }
@@ -343,16 +333,16 @@ impl Session {
             session.control.tell(&ControlMessage::Connected { round, outcome }, &[]);
         };
         let mut devices = locked(&self.devices);
-        devices.threads.retain(|thread| !thread.is_finished());
-        let started = match devices.threads.len() < self.count + CONNECTING_MAX {
-            true => std::thread::Builder::new().name("keel-connect".into()).spawn(connect),
-            false => Err(io::Error::other("it waits for earlier connections of its devices")),
+        devices.connecting.retain(|thread| !thread.is_finished());
+        let started = match devices.connecting.len() < CONNECTING_MAX {
+            true => spawn("keel-connect", connect).map_err(|error| error.to_string()),
+            false => Err("it waits for earlier connections of its devices".into()),
         };
         match started {
-            Ok(thread) => devices.threads.push(thread),
-            Err(error) => {
+            Ok(thread) => devices.connecting.push(thread),
+            Err(reason) => {
                 drop(devices);
-                self.control.tell(&ControlMessage::Connected { round, outcome: Err(error.to_string()) }, &[]);
+                self.control.tell(&ControlMessage::Connected { round, outcome: Err(reason) }, &[]);
             }
         }
     }
@@ -376,28 +366,11 @@ impl Session {
         group.rejoin();
     }
 
-    /// Gives a device to the connection that the leader has opened for it.
-    fn serve_device(self: &Arc<Self>, stream: &TcpStream, index: usize) -> Result<(), Refusal> {
-        let clone = || stream.try_clone().map_err(|error| Refusal::passing(error.to_string()));
-        let (own, end) = (clone()?, clone()?);
-        // A leader that is gone is seen on its control connection. Here it says nothing while it asks for nothing.
-        let _ = own.set_read_timeout(None);
+    /// Lends a device to the connection that the leader has opened for it.
+    fn serve_device(self: &Arc<Self>, stream: &Arc<TcpStream>, index: usize) -> Result<(), Refusal> {
         let mut devices = locked(&self.devices);
-        let runtime = devices.runtimes.get_mut(index).and_then(Option::take);
-        let missing = || Refusal::last(format!("its device {index} is not open, or has a connection"));
-        let (runtime, session) = (runtime.ok_or_else(missing)?, Arc::clone(self));
-        let started = std::thread::Builder::new().name(format!("keel-device-{index}")).spawn(move || {
-            let control = session.stream.try_clone();
-            if let Err(error) = device_worker::serve(own, runtime, session) {
-                tracing::warn!("device {index}: {error}");
-                // Without this device there is nothing that the leader can run.
-                let _ = control.map(|control| control.shutdown(Shutdown::Both));
-            }
-        });
-        let failed = |error: io::Error| Refusal::last(format!("no thread can be started: {error}"));
-        devices.threads.push(started.map_err(failed)?);
-        devices.streams.push(end);
-        Ok(())
+        let missing = || Refusal::last(format!("its device {index} is not open"));
+        devices.all.get_mut(index).ok_or_else(missing)?.lend(stream, index, self)
     }
 
     /// Ends the work of all devices and frees them. Those that wait for the leader's devices stop waiting. Waits for
@@ -405,27 +378,32 @@ impl Session {
     fn end(&self, patience: Duration) -> bool {
         let deadline = Instant::now() + patience;
         let _ = self.stream.shutdown(Shutdown::Both);
-        let mut devices = std::mem::take(&mut *locked(&self.devices));
-        if let Some(members) = &devices.members {
-            let others = (0..devices.size).filter(|rank| !devices.ranks.contains(rank));
+        let Devices { size, ranks, members, all, connecting: mut threads } =
+            std::mem::take(&mut *locked(&self.devices));
+        if let Some(members) = &members {
+            let others = (0..size).filter(|rank| !ranks.contains(rank));
             others.for_each(|rank| members.note_absent(rank));
         }
-        for stream in &devices.streams {
-            let _ = stream.shutdown(Shutdown::Both);
+        let mut runtimes = Vec::with_capacity(all.len());
+        for Device { runtime, connection } in all {
+            runtimes.push(runtime);
+            if let Some(Connection { stream, thread }) = connection {
+                let _ = stream.shutdown(Shutdown::Both);
+                threads.push(thread);
+            }
         }
         // Also waits for what a driver does, so not on this thread.
-        let unused = std::mem::take(&mut devices.runtimes);
-        match std::thread::Builder::new().name("keel-close".into()).spawn(move || drop(unused)) {
-            Ok(thread) => devices.threads.push(thread),
-            Err(error) => tracing::error!("no thread can be started: {error}"),
+        match spawn("keel-close", move || drop(runtimes)) {
+            Ok(thread) => threads.push(thread),
+            Err(error) => tracing::error!("{error}"),
         }
-        while devices.threads.iter().any(|thread| !thread.is_finished()) {
+        while threads.iter().any(|thread| !thread.is_finished()) {
             if Instant::now() > deadline {
                 return false;
             }
             std::thread::sleep(LOOK);
         }
-        for thread in devices.threads.drain(..) {
+        for thread in threads {
             let _ = thread.join();
         }
         true

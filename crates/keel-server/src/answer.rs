@@ -360,7 +360,8 @@ mod tests {
             sender.send((Instant::now(), Ok(token))).expect("somebody listens");
         }
         sender.send((Instant::now(), Ok(BatchEvent::Finished(reason)))).expect("somebody listens");
-        let form = AnswerForm { tools: vec![json!({"function": {"name": "f"}})], ..AnswerForm::default() };
+        let tools = vec![json!({"function": {"name": "f"}})];
+        let form = AnswerForm { tools, joins_texts: true, ..AnswerForm::default() };
         let stops = StopMatcher::new::<String>(&[]).expect("none");
         let timer = RequestTimer::new(Metrics::new(), tracing::Span::none(), 1, Instant::now());
         let style = AnswerStyle { stops, form, one_call, listing: None };
@@ -375,6 +376,15 @@ mod tests {
             let whole = collected(&answer, one_call, FinishReason::Stop).await;
             let got = (whole.calls().count(), whole.text(), whole.ending);
             assert_eq!(got, (calls, text.to_string(), Ending::ToolCalls), "{one_call}");
+        }
+    }
+
+    #[tokio::test]
+    async fn joined_texts_keep_the_line_break_between_them() {
+        for (answer, text) in
+            [(format!("First\n{CALL}\nthen"), "First\nthen"), (format!("First {CALL} then"), "Firstthen")]
+        {
+            assert_eq!(collected(&answer, false, FinishReason::Stop).await.text(), text);
         }
     }
 

@@ -66,6 +66,24 @@ pub trait Interceptor: Send + Sync + 'static {
         backend.is_compiling()
     }
 
+    /// Whether launches of a planning backend are made ready, too.
+    fn compiles_plans(&self) -> bool {
+        false
+    }
+
+    /// Replaces the preparation of launches.
+    ///
+    /// # Errors
+    /// The backend's own error, or one that the test injects.
+    fn make_ready(
+        &self,
+        backend: &dyn Backend,
+        launches: &[Launch<'_>],
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<()> {
+        backend.make_ready(launches, progress)
+    }
+
     /// The backend's preparations so far.
     fn preparations(&self, backend: &dyn Backend) -> Preparations {
         backend.preparations()
@@ -262,7 +280,10 @@ impl<D: Interceptor> Programs for InterceptedBackend<D> {
         self.disturbance.is_compiling(&*self.backend)
     }
     fn make_ready(&self, launches: &[Launch<'_>], progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
-        self.backend.make_ready(launches, progress)
+        self.disturbance.make_ready(&*self.backend, launches, progress)
+    }
+    fn compiles_plans(&self) -> bool {
+        self.disturbance.compiles_plans()
     }
     fn preparations(&self) -> Preparations {
         self.disturbance.preparations(&*self.backend)

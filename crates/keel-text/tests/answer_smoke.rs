@@ -7,7 +7,7 @@ mod answering;
 use answering::{exercise_answer, exercise_grammar};
 use keel_testkit::random::{Random, mutate};
 
-const ANSWERS: [&str; 18] = [
+const ANSWERS: [&str; 19] = [
     "<think>\nLet me see.\n</think>\n\nIt is <tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": \"1\", \"y\": 2}}\n</tool_call>\n",
     "<tool_call>\n<function=f>\n<parameter=x>\na\nb\n</parameter>\n<parameter=y>\n7\n</parameter>\n</function>\n</tool_call>",
     "{\"name\": \"get\", \"parameters\": {\"a\": [1, {\"b\": null}]}}",
@@ -26,6 +26,7 @@ const ANSWERS: [&str; 18] = [
     "{\"text\": \"Use <tool_call>get</tool_call> so\"}",
     "{\"id\": \"a\", \"name\": \"get [TOOL_CALLS]get{} so\"}",
     "<tool_call>{\"name\": \"nobody\", \"arguments\": {\"x\": \"<tool_call>get</tool_call>\"}}</tool_call>",
+    "<function_calls>save(x=\"<tool_call>get</tool_call>\", 'a')\nget(a=\"\"\"b\"\"\")</function_calls>",
 ];
 
 const ANSWER_WORDS: [&str; 31] = [

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use anyhow::Result;
 use evenkeel::{machine, on_device, place, room_on_gpu};
 use keel_array::{Backend, MemoryReport};
-use keel_engine::plan::plan_on;
+use keel_engine::plan;
 use keel_engine::split::{MixtureChoice, PlacedPart, SplitPlanner};
-use keel_engine::{Depth, EngineOptions, SpeculationOptions};
+use keel_engine::{Depth, Engine, EngineOptions, SpeculationOptions};
 use keel_models::Part;
 use keel_models::loading::Parameters;
 use serde_json::Value;
@@ -46,6 +46,8 @@ pub struct Plans {
     pub is_gpu: bool,
     /// The parts of the model, each on the backend that planned it.
     pub planned_on: Vec<PlacedPart<Arc<dyn Backend>>>,
+    /// The engine of the plan.
+    pub engine: Engine,
 }
 
 /// How a run is planned to fit.
@@ -65,20 +67,21 @@ impl<'a> PlacedModel<'a> {
     /// Plans the bytes of each device.
     ///
     /// # Errors
-    /// Devices or a model that cannot be split, 8-bit floats with --deterministic; as [`plan_on`].
+    /// Devices or a model that cannot be split, 8-bit floats with --deterministic; as [`plan::engine`].
     pub fn plans(&self, options: EngineOptions) -> Result<Plans> {
         self.device.check_compute(options.compute)?;
         let options = self.device.options().engine_options(options);
         let planned_on = self.planning_devices(options)?;
         let tower = self.device.tower()?.filter(|_| options.vision.is_some());
         let tower = tower.map(|tower| tower.planning_backend(options.compute));
-        let planned = plan_on(&planned_on, tower.as_ref(), self.parameters, self.config, options);
-        let mut planned = planned.map_err(evenkeel::Error::from)?;
+        let engine = plan::engine(&planned_on, tower.as_ref(), self.parameters, self.config, options);
+        let engine = engine.map_err(evenkeel::Error::from)?;
+        let mut planned = plan::bytes_of(&engine);
         let tower = tower.and_then(|_| planned.pop());
         let parts = planned_on.iter().map(|placed| placed.part.clone());
         let each = self.device.names().into_iter().zip(parts).zip(planned);
         let devices = each.map(|((name, part), planned)| DevicePlan { name, part, planned }).collect();
-        Ok(Plans { devices, tower, is_gpu: self.device.device() != Device::Cpu, planned_on })
+        Ok(Plans { devices, tower, is_gpu: self.device.device() != Device::Cpu, planned_on, engine })
     }
 
     /// Plans the bytes of the model on all its devices. Those of a vision tower on a device of its own are not part of

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use keel_array::{AttentionSpec, Category, Compute, MemoryReport};
-use keel_engine::{EngineError, EngineOptions, SpeculationOptions};
+use keel_engine::{EarlySteps, EngineError, EngineOptions, SpeculationOptions};
 
 use crate::args::{COUNT_MAX, Device, DeviceArgs, Member, MemoryArgs, Pooling, Subject, drafts_max};
 use crate::commands::serve::ServeOptions;
@@ -162,7 +162,8 @@ impl<'a> Planner<'a> {
         let pooling = args.pooling.or(subject.pooling);
         let row_hidden = pooling.unwrap_or_default() == Pooling::Mean;
         let vision = args.vision(subject, step_tokens)?;
-        let base = EngineOptions { context, sequences, drafts, row_hidden, vision, ..base };
+        let early_steps = EarlySteps::All;
+        let base = EngineOptions { context, sequences, drafts, row_hidden, vision, early_steps, ..base };
         let mut planner = Planner {
             args,
             model: subject.on(device),

@@ -1,5 +1,6 @@
 //! Checks the plan of a model, and loads the model.
 
+use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -7,7 +8,7 @@ use evenkeel::{DriverMemory, FreeMemory, ModelFiles, check_and_limit, is_vision}
 use indicatif::ProgressBar;
 use keel_array::{Category, Compute, MemoryReport, Runtime};
 use keel_engine::split::PlacedPart;
-use keel_engine::{Engine, EngineError, EngineOptions};
+use keel_engine::{Engine, EngineError, EngineOptions, LoadProgress};
 use keel_models::HybridConfig;
 
 use crate::args::{Device, DeviceArgs};
@@ -24,7 +25,7 @@ pub struct Session {
     pub planned: MemoryReport,
     /// The plan of each device, where several share the model.
     pub devices: Vec<DevicePlan>,
-    /// Time to read and pack the weights.
+    /// Time to read and pack the weights, and to compile kernels meanwhile.
     pub load_time: Duration,
 }
 
@@ -46,7 +47,7 @@ impl Session {
         device.announce();
         let tower = device.tower()?.filter(|_| plans.tower.is_some());
         let tower = tower.map(|tower| tower.runtime(options.compute)).transpose()?;
-        Session::load_on(&[PlacedPart::whole(runtime.clone())], tower.as_ref(), model, plans, options)
+        Session::load_on(&[PlacedPart::whole(runtime.clone())], tower.as_ref(), model, plans)
     }
 
     /// As [`Session::open`], on the device or on the several that share the model. Chooses the device if it is `auto`
@@ -84,16 +85,20 @@ impl Session {
         tower: Option<&Runtime>,
         model: PlacedModel<'_>,
         plans: Plans,
-        options: EngineOptions,
     ) -> Result<Session> {
         let (planned, named) = (plans.total(), plans.several());
-        // The backends of the plan go before the weights come.
-        drop(plans);
         let start = Instant::now();
         let bar = progress::bytes("loading", planned.get(Category::Weights));
-        let step = |bytes| bar.inc(bytes);
+        let compiling = RefCell::new(shown());
+        let step = |progress| match progress {
+            LoadProgress::Read(bytes) => bar.inc(bytes),
+            LoadProgress::Compiled { done, all } => {
+                bar.finish_and_clear();
+                compiling.borrow_mut()("compiling", done, all);
+            }
+        };
         let PlacedModel { parameters, config, .. } = model;
-        let engine = Engine::load_on(devices, tower, parameters, config, options, &step);
+        let engine = Engine::load_planned(plans.engine, devices, tower, parameters, config, &step);
         bar.finish_and_clear();
         let mut engine = engine?;
         engine.name_devices(named.iter().map(|plan| plan.name.clone()).collect());

@@ -25,7 +25,7 @@ pub fn open(model: PlacedModel<'_>, options: EngineOptions) -> Result<Session> {
     if plans.is_gpu {
         check_and_limit_gpus(device, &plans, &devices, &options)?;
     }
-    Session::load_on(&devices, None, model, plans, options)
+    Session::load_on(&devices, None, model, plans)
 }
 
 /// Compares the plans with the limit on each device, and their sum with the host's free memory.

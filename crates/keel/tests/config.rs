@@ -127,6 +127,17 @@ fn an_option_that_is_given_excludes_those_of_the_file() {
     assert!(!served.status.success() && stderr(&served).contains("/nowhere/at/all"), "{}", stderr(&served));
 }
 
+/// The command line cannot take a flag of the file back.
+#[test]
+fn a_flag_of_the_file_gives_way_to_an_option_that_excludes_it() {
+    let home = written("speculate-optimistic = true\n");
+    let grammar = home.path().join("yes.lark");
+    std::fs::write(&grammar, "start: \"yes\"\n").expect("written");
+    for extra in [&["--grammar", common::arg(&grammar)][..], &["--one-by-one"]] {
+        json(&keel(home.path(), &[&["generate", "Once", "-n", "4", "--json"][..], extra].concat()));
+    }
+}
+
 #[test]
 fn a_file_sets_options_and_the_command_line_and_the_environment_win() {
     let home = written(

@@ -114,5 +114,5 @@ fn what_cannot_be_embedded_is_said() {
     misuse(&["embed", "a", "--dimensions", "99999"], "this model has 1 to");
     fail(&["embed", "--file", "no/such/file"], "cannot read no/such/file");
     let output = keel_with_input(&["embed"], "\n \n");
-    assert!(stderr(&output).contains("no texts"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("no texts: give them"), "{}", stderr(&output));
 }

@@ -268,6 +268,21 @@ fn several_models_are_served_by_name_and_hold_no_more_than_the_limit() {
     assert!(stderr(&twice).contains("two models are called"), "{}", stderr(&twice));
 }
 
+#[test]
+fn options_that_a_single_model_does_not_use_are_named_before_it_is_read() {
+    let lines = |model: &str| {
+        let flags = ["serve", "--port", "0", "--keep-alive", "9", "--name", "x", "--model", model];
+        let output = keel_with_input(&flags, "");
+        assert_eq!(output.status.code(), Some(1), "there is no such model: {}", stderr(&output));
+        assert!(stderr(&output).contains("--keep-alive is for several models"), "{}", stderr(&output));
+        stderr(&output)
+    };
+    let unused = "--name x is not used: --model y=... names the model";
+    assert!(lines("y=/nowhere/at/all").contains(unused));
+    assert!(!lines("x=/nowhere/at/all").contains("is not used"), "both give the same name");
+    assert!(!lines("/nowhere/at/all").contains("is not used"));
+}
+
 /// Posts a chat with a picture by path, and returns the whole response.
 fn ask_about(address: &str, url: &str) -> String {
     let body = serde_json::json!({"max_tokens": 8, "temperature": 0, "messages": [{"role": "user", "content": [

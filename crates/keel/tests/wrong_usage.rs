@@ -72,11 +72,13 @@ fn quantising_what_cannot_be_quantised() {
         &["quantize", arg(&dense), arg(&out), "--to", "gguf"],
         "the name of a GGUF file must end in .gguf",
     );
-    misuse(
-        &["quantize", arg(&dense), arg(&file), "--type", "Q2_K"],
-        "--type Q2_K is not a type that can be written",
-    );
-    misuse(&["quantize", arg(&dense), arg(&file), "--module", "attn_q=8"], "not a type that can be written");
+    let unwritten = "--type Q2_K is not a type that can be written; there are F32, F16, Q4_0, ";
+    misuse(&["quantize", arg(&dense), arg(&file), "--type", "Q2_K"], unwritten);
+    for wrong in ["attn_q=8", "attn_q"] {
+        misuse(&["quantize", arg(&dense), arg(&file), "--module", wrong], &format!("--module {wrong}: "));
+    }
+    misuse(&["quantize", arg(&dense), arg(&out), "--module", "x=7/64"], "--module x=7/64: 7 bits in groups");
+    misuse(&["quantize", arg(&dense), arg(&out), "--module", "x=4/"], "the group size is not a whole number");
     fail(&["quantize", arg(&dense), arg(&file), "--module", "nothing=Q8_0"], "an override names it");
     assert!(!file.exists());
     let rotated = fixture("qwen3_5_paro");
@@ -102,7 +104,7 @@ fn options_that_contradict_each_other_are_refused() {
     quantize(&folder, &["--to", "safetensors", "--bits", "4"], "--bits is for --to mlx, but safetensors is");
     quantize(&folder, &["--to", "safetensors", "--module", "a=4"], "--module is for --to mlx and gguf");
     quantize(&file, &["--to", "mlx"], "this is the name of a GGUF file");
-    let pairs: [&[&str]; 12] = [
+    let pairs: [&[&str]; 17] = [
         &["generate", "x", "--chat", "--raw"],
         &["generate", "x", "--raw", "--system", "y"],
         &["generate", "--ids", "1", "--chat"],
@@ -110,11 +112,16 @@ fn options_that_contradict_each_other_are_refused() {
         &["generate", "x", "--echo", "--json"],
         &["generate", "x", "--schema", "a", "--grammar", "b"],
         &["generate", "x", "--schema", "a", "--one-by-one"],
+        &["generate", "x", "--speculate-optimistic", "--schema", "a"],
+        &["generate", "x", "--speculate-optimistic", "--grammar", "a"],
+        &["generate", "x", "--speculate-optimistic", "--one-by-one"],
         &["serve", "--no-prefix-reuse", "--exact-prefix-reuse"],
         &["serve", "--no-prefix-reuse", "--prefix-states", "1M"],
         &["serve", "--swap", "1M"],
         &["serve", "--on-demand", "--resident"],
         &["fit", "a", "--model", "b"],
+        &["bench", "serve", "--file", "a", "--requests", "5"],
+        &["bench", "serve", "--file", "a", "--gen", "5"],
     ];
     for args in pairs {
         let output = keel(args);
@@ -153,7 +160,7 @@ fn help_leaves_out_what_a_command_always_refuses() {
 
 #[test]
 fn wrong_usage_has_its_own_exit_code() {
-    let cases: [&[&str]; 13] = [
+    let cases: [&[&str]; 14] = [
         &[],
         &["sing"],
         &["generate", "--max-tokens", "many", "x"],
@@ -163,6 +170,7 @@ fn wrong_usage_has_its_own_exit_code() {
         &["logits", "--ids", "1"],
         &["quantize", "a"],
         &["bench", "--bits", "4"],
+        &["plan", "--batch", "0"],
         &["generate", "x", "--prefill-step", "100"],
         &["generate", "x", "--prefill-step", "0"],
         &["generate", "x", "--device", "abacus"],
@@ -180,6 +188,8 @@ fn wrong_usage_that_the_parser_cannot_see() {
     misuse(&["generate"], "give a text");
     misuse(&["logits", "--out", "never-written.safetensors"], "no tokens");
     misuse(&["bench", "--prompt", "0"], "at least one token");
+    misuse(&["bench", "serve", "--rate=-1"], "expected 0 to 1000000");
+    misuse(&["eval", "--perplexity", "a", "--window", "100"], "not a positive multiple of 128");
     misuse(&["bench", "--shape", "qwen9-1b"], "there are qwen3.5-0.8b");
     misuse(&["bench", "--shape", "qwen3.5-0.8b", "--bits", "7"], "7 bits in groups of 64 are not supported");
     let folder = fixture("qwen3_5");

@@ -8,6 +8,7 @@ mod fence;
 mod gauge;
 mod host;
 mod pending;
+mod ready;
 mod stream;
 
 use std::cell::Cell;
@@ -19,9 +20,7 @@ use crate::backend::Backend;
 use crate::buffer::{Buffer, HostBuffer};
 use crate::ledger::{Category, Charge, Ledger};
 use crate::program::graph::{Collected, Purpose, collect};
-use crate::program::{
-    Binding, Bindings, Graph, Launch, OutputMemory, Program, ProgramCache, ProgramCacheUse,
-};
+use crate::program::{Binding, Bindings, Graph, OutputMemory, Program, ProgramCache, ProgramCacheUse};
 use crate::{ArrayError, DeviceReading, Layout, Result};
 
 use arena::Arena;
@@ -174,26 +173,6 @@ impl Runtime {
     /// As [`Runtime::allocate`].
     pub fn reserve_arena(&self, bytes: usize) -> Result<()> {
         self.arena(bytes).map(drop)
-    }
-
-    /// Does all preparation for the first run of these programs, without running them: see
-    /// [`make_ready`](crate::Programs::make_ready). The arena is made large enough.
-    ///
-    /// # Errors
-    /// As the first run would return; or if a program belongs to another runtime.
-    pub fn make_ready(&self, programs: &[&Executable], progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
-        if let Some(program) = programs.iter().find(|program| !self.is_same(program.runtime())) {
-            let other = program.runtime();
-            let reason =
-                format!("a program belongs to another runtime, {other:?}; make it ready with that one");
-            return Err(ArrayError::Argument { op: "make_ready", reason });
-        }
-        // `clear_cache` may have freed the arena that was reserved when the programs were prepared.
-        let bytes = programs.iter().map(|program| program.program().arena_bytes()).max();
-        let arena = self.arena(bytes.unwrap_or(0))?;
-        let launches: Vec<Launch<'_>> =
-            programs.iter().flat_map(|program| program.launches(arena.as_ref())).collect();
-        self.exclusive(|backend| backend.make_ready(&launches, progress))
     }
 
     /// Lets the system have the arena's memory until its next use, if the backend can: a prompt needs far more of it

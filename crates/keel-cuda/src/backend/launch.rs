@@ -26,6 +26,9 @@ use std::sync::atomic::Ordering;
 /// Graphs kept at a time: more than the steps that an engine prepares.
 const GRAPHS_MAX: usize = 512;
 
+/// How often a capture is repeated that another thread has ended. Exchanges of a group might not bear it.
+const CAPTURE_REPEATS: usize = 8;
+
 /// Memory that a session holds as long as it lives: the header of reports and the counters; staging for both directions
 /// and the queue's slots.
 pub(super) const OWN_MEMORY: OwnMemory = OwnMemory {
@@ -297,7 +300,8 @@ impl Session {
         // Least recently used first.
         let mut seen = self.seen.remove(i);
         if seen.graph.is_none() {
-            seen.graph = capture(&gpu.device, || record(self, Pace::Free))?;
+            let repeats = if gpu.membership.is_some() { 0 } else { CAPTURE_REPEATS };
+            seen.graph = capture(&gpu.device, repeats, || record(self, Pace::Free))?;
             gpu.captured.fetch_add(u64::from(seen.graph.is_some()), Ordering::Relaxed);
         } else {
             self.replayed += 1;

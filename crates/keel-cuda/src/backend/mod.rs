@@ -373,6 +373,10 @@ impl Programs for CudaBackend {
         gpu.modules.load_all(&kernels, progress).map_err(in_op)
     }
 
+    fn compiles_plans(&self) -> bool {
+        self.gpu.is_some()
+    }
+
     fn preparations(&self) -> Preparations {
         let Some(gpu) = &self.gpu else { return Preparations::default() };
         let (compiled, loaded) = (gpu.modules.compiled_count(), gpu.modules.loaded_count());

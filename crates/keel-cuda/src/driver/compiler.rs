@@ -39,7 +39,7 @@ impl Drop for Program {
     }
 }
 
-/// Machine code of a kernel that was compiled before.
+/// Machine code of a kernel's program that was compiled before.
 pub fn cached(key: &KernelKey, architecture: Architecture) -> Option<Vec<u8>> {
     // SAFETY: asks the loader whether the library can be opened. Its version is part of the path.
     if !unsafe { sys::is_culib_present() } {
@@ -48,7 +48,7 @@ pub fn cached(key: &KernelKey, architecture: Architecture) -> Option<Vec<u8>> {
     read(&path_of(key, architecture)?)
 }
 
-/// Machine code of a kernel, from the cache on disk or from the compiler.
+/// Machine code of a kernel's program, from the cache on disk or from the compiler.
 ///
 /// # Errors
 /// If the compiler is not there, or refuses the source.
@@ -151,10 +151,10 @@ fn compiler_version() -> (i32, i32) {
     (major, minor)
 }
 
-/// Where the machine code of this kernel is kept.
+/// Where the machine code of this kernel's program is kept.
 fn path_of(key: &KernelKey, architecture: Architecture) -> Option<PathBuf> {
     let mut hasher = DefaultHasher::new();
-    (key, architecture, HEADERS, compiler_version()).hash(&mut hasher);
+    (key.program(), architecture, HEADERS, compiler_version()).hash(&mut hasher);
     LISTS.iter().for_each(|list| list.text().hash(&mut hasher));
-    Some(cache_folder()?.join(format!("{}-{:016x}.cubin", key.entry, hasher.finish())))
+    Some(cache_folder()?.join(format!("{}-{:016x}.cubin", key.file.trim_end_matches(".cu"), hasher.finish())))
 }

@@ -15,9 +15,22 @@ pub(crate) struct Graph {
 unsafe impl Send for Graph {}
 
 /// Captures the work that `record` puts on the device's stream, as a graph. Nothing runs. `record` allocates and frees
-/// no memory of the device. Returns `None` if another user of the device has ended the capture: if one thread waits for
-/// the whole device, the captures of all other threads end.
+/// no memory of the device. If one thread waits for the whole device, the captures of all other threads end. Then the
+/// capture is repeated up to `repeats` times; `None` if each repetition has ended in this way, too.
 pub(crate) fn capture<E: From<crate::CudaError>>(
+    device: &Arc<Device>,
+    repeats: usize,
+    record: impl Fn() -> Result<(), E>,
+) -> Result<Option<Graph>, E> {
+    first_some(repeats, || capture_once(device, &record))
+}
+
+/// The first value of `1 + repeats` calls that is there.
+fn first_some<T, E>(repeats: usize, of: impl Fn() -> Result<Option<T>, E>) -> Result<Option<T>, E> {
+    (0..=repeats).find_map(|_| of().transpose()).transpose()
+}
+
+fn capture_once<E: From<crate::CudaError>>(
     device: &Arc<Device>,
     record: impl FnOnce() -> Result<(), E>,
 ) -> Result<Option<Graph>, E> {
@@ -97,5 +110,28 @@ impl Drop for Graph {
         let _ = self.device.bind();
         // SAFETY: instantiated once, destroyed once; the driver waits for a launch in flight.
         let _ = unsafe { driver!(cuGraphExecDestroy(self.executable)) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    #[test]
+    fn a_capture_that_others_end_is_repeated() {
+        let calls = Cell::new(0);
+        let ended = |times: usize, then: Result<Option<u8>, &'static str>| {
+            calls.set(0);
+            let outcome = first_some(3, || {
+                calls.set(calls.get() + 1);
+                if calls.get() > times { then } else { Ok(None) }
+            });
+            (outcome, calls.get())
+        };
+        assert_eq!(ended(0, Ok(Some(7))), (Ok(Some(7)), 1));
+        assert_eq!(ended(2, Ok(Some(7))), (Ok(Some(7)), 3));
+        assert_eq!(ended(9, Ok(Some(7))), (Ok(None), 4), "a device that others never leave alone");
+        assert_eq!(ended(1, Err("refused")), (Err("refused"), 2), "an error is not repeated");
     }
 }

@@ -1,12 +1,12 @@
 //! Device memory, and pinned host memory for transfers between the two.
 
-use super::{Device, Reservation, driver};
+use super::{Device, GRANULE, Reservation, driver};
 use crate::error::Result;
 use cudarc::driver::sys::{CU_MEMHOSTALLOC_PORTABLE, CUdeviceptr};
 use keel_array::DeviceMemory;
 use std::any::Any;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// Fills freed memory on request: a NaN in every float type, an index out of every range.
@@ -23,9 +23,13 @@ pub(crate) struct CudaMemory {
 }
 
 impl CudaMemory {
-    /// Only a size, without memory.
+    /// Only a size, without memory. Its addresses are those of no other memory of this kind: which kernels a launch
+    /// has depends on whether operands overlap.
     pub fn counted(bytes: usize) -> CudaMemory {
-        CudaMemory { reservation: None, device: None, start: 0, bytes: bytes.into(), poison: false }
+        static NEXT: AtomicU64 = AtomicU64::new(GRANULE as u64);
+        let apart = bytes.max(1).checked_next_multiple_of(GRANULE).unwrap_or(bytes);
+        let start = NEXT.fetch_add(apart as u64, Ordering::Relaxed);
+        CudaMemory { reservation: None, device: None, start, bytes: bytes.into(), poison: false }
     }
 
     /// Zeroed memory.

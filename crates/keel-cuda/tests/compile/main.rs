@@ -10,7 +10,7 @@ mod sequences;
 use keel_cuda::kernels::{KernelKey, SOURCES, Source};
 use keel_cuda::{Architecture, CudaError, compile};
 use keys::Keys;
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -80,9 +80,9 @@ type Program<'k> = ((u32, u32), Vec<&'k KernelKey>);
 /// Keys grouped into programs, each of which is compiled once: the same file with the same constants for the same
 /// architecture.
 fn programs<'k>(keys: impl Iterator<Item = ((u32, u32), &'k KernelKey)>) -> Vec<Program<'k>> {
-    let mut programs = BTreeMap::new();
+    let mut programs = HashMap::new();
     for (capability, key) in keys {
-        let keys: &mut Vec<_> = programs.entry((capability, key.file, &key.defines)).or_default();
+        let keys: &mut Vec<_> = programs.entry((capability, key.program())).or_default();
         keys.push(key);
     }
     programs.into_iter().map(|((capability, ..), keys)| (capability, keys)).collect()
@@ -147,7 +147,7 @@ fn entry_points_with_the_same_constants_are_one_program() {
     assert_eq!(programs.iter().map(|(_, keys)| keys.len()).sum::<usize>(), 2 * 4, "no key is lost");
     for (capability, keys) in &programs {
         let entries: Vec<_> = keys.iter().map(|key| key.entry).collect();
-        let is_shared = keys[0].file == first.file && keys[0].defines == first.defines;
+        let is_shared = keys[0].program() == first.program();
         let want = if is_shared { &["first", "second"][..] } else { &["first"] };
         assert_eq!(entries, want, "{capability:?}: {}", keys[0].name());
     }

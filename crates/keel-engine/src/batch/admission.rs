@@ -147,6 +147,7 @@ impl Batcher {
         let pictures = Pictures::new(request.vision.take(), key);
         let mut running = Running::new(request, sequence, save_points, sampler, self.engine.runs_ahead());
         running.pictures = pictures;
+        running.last_turn = self.turn;
         self.hold_pictures(&mut running, hit.len);
         self.running.push(running);
         Ok(())

@@ -6,8 +6,10 @@
 //! submitted.
 //!
 //! A sequence whose tokens the host draws is in every other step: the step after its row is submitted before the host
-//! has its logits. All such sequences are in the same steps, so together they wait no longer than one alone. One whose
-//! mask is not ready sits out. The values that are read of a prompt come when its step is taken (`readout.rs`).
+//! has its logits. All such sequences are in the same steps, so together they wait no longer than one alone. If there
+//! are more than [a step may have](crate::Engine::host_rows_max), those that have waited longest come first. If all
+//! sequences are such answers, each step is waited for and has all of them. One whose mask is not ready sits out. The
+//! values that are read of a prompt come when its step is taken (`readout.rs`).
 //!
 //! An answer that ends with its token has a row too many in the step under way. That row writes after the answer's end.
 //! The next owner of its pages and slot runs after that step. A state that is to be kept is copied after the step that
@@ -23,7 +25,7 @@ use super::request::{BatchEvent, SequenceId};
 use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
 use crate::speculation::Speculation;
-use crate::{EngineError, PREFILL_GRID, Result, Ticket, Work, WorkRows};
+use crate::{EngineError, HostReads, PREFILL_GRID, Result, Ticket, Work, WorkRows};
 use keel_cache::{CheckpointLease, SavedState};
 
 /// A step under way.
@@ -51,8 +53,8 @@ pub(super) struct StepRows {
     is_prompt: bool,
     /// Whether a token is drawn after its rows.
     draws: bool,
-    /// Whether the host reads the logits after its rows.
-    by_host: bool,
+    /// The results that the host reads.
+    reads: HostReads,
     /// Its state after its rows, if that state is kept.
     saved: Option<SavedState>,
 }
@@ -60,15 +62,25 @@ pub(super) struct StepRows {
 impl StepRows {
     /// The next row of an answer.
     pub fn of_answer(running: &Running) -> StepRows {
-        let by_host = running.needs_logits();
-        StepRows { id: running.id, rows: 1, is_prompt: false, draws: true, by_host, saved: None }
+        let reads = if running.needs_logits() { HostReads::Logits } else { HostReads::Nothing };
+        StepRows { id: running.id, rows: 1, is_prompt: false, draws: true, reads, saved: None }
     }
 
     /// The next `rows` rows of a prompt.
     pub fn of_prompt(running: &Running, rows: usize) -> StepRows {
         let ends = running.awaits_first_at(running.virtual_len() + rows);
-        let (draws, by_host) = (ends && running.reading.is_none(), ends && running.needs_logits());
-        StepRows { id: running.id, rows, is_prompt: true, draws, by_host, saved: None }
+        let reads = match &running.reading {
+            Some(reading) => reading.reads(ends),
+            None if ends && running.needs_logits() => HostReads::Logits,
+            None => HostReads::Nothing,
+        };
+        let draws = ends && running.reading.is_none();
+        StepRows { id: running.id, rows, is_prompt: true, draws, reads, saved: None }
+    }
+
+    /// Whether the host reads the logits after its rows.
+    fn keeps_logits(&self) -> bool {
+        self.reads == HostReads::Logits
     }
 }
 
@@ -87,16 +99,13 @@ impl Batcher {
             let next = usize::from(running.reading.is_none());
             self.engine.can_grow(&running.cache, running.virtual_len() + next)
         };
-        let by_host = self.running.iter().filter(|running| running.needs_logits());
-        let [prompts, answers] = by_host.fold([0usize; 2], |mut counts, running| {
-            counts[usize::from(running.is_answering())] += 1;
-            counts
-        });
-        // Prompts may end in different steps. Answers go on together.
-        let for_host = answers.max(prompts.min(1));
+        // The next step has none of the answers that the host draws now. Without others there would be no next step.
+        let is_drawn_by_host = |running: &Running| running.is_answering() && running.needs_logits();
+        let keeps_logits = self.engine.host_rows_max() > 0;
         self.engine.runs_ahead()
             && !self.is_careful
-            && for_host <= self.engine.host_rows_max()
+            && !self.running.iter().all(is_drawn_by_host)
+            && (keeps_logits || !self.running.iter().any(Running::needs_logits))
             && self.running.iter().all(can_go)
             && !self.wants_drafts()
             && self.finds_pages_ahead()
@@ -180,8 +189,8 @@ impl Batcher {
                 of_before = of.unwrap_or_else(|| unreachable!("the step before draws its token"));
                 WorkRows::Drawn(of_before)
             };
-            let (ahead, by_host) = (running.ahead.rows, part.by_host);
-            work.push(Work { ahead, sequence: &mut running.cache, rows, draw, by_host });
+            let (ahead, reads) = (running.ahead.rows, part.reads);
+            work.push(Work { ahead, sequence: &mut running.cache, rows, draw, reads });
         }
         let submitted = self.engine.submit(&mut work);
         drop(work);
@@ -208,7 +217,8 @@ impl Batcher {
     /// The contents of the next step: chunks of prompts, and one row of each answer that goes on, whatever token is
     /// drawn. Each with the number of its running sequence, ascending.
     fn next_parts(&mut self) -> Vec<(usize, StepRows)> {
-        let keeps_logits = self.pending.back().is_some_and(|step| step.parts.iter().any(|part| part.by_host));
+        let keeps_logits =
+            self.pending.back().is_some_and(|step| step.parts.iter().any(StepRows::keeps_logits));
         // A step keeps the logits of few rows, and of none after a step that keeps some.
         let kept_max = if keeps_logits { 0 } else { self.engine.host_rows_max() };
         let chunks = self.shares(kept_max);
@@ -217,19 +227,29 @@ impl Batcher {
             running.is_answering() && running.draws_left() > 0 && !running.awaits_mask
         };
         let answers = self.running.iter().enumerate().filter(goes_on);
-        let mut parts: Vec<(usize, StepRows)> =
-            answers.map(|(i, running)| (i, StepRows::of_answer(running))).collect();
         let of_prompt = |PromptRows { i, rows }| (i, StepRows::of_prompt(&self.running[i], rows));
-        parts.extend(chunks.into_iter().map(of_prompt));
-        parts.sort_unstable_by_key(|(i, _)| *i);
-        // One prompt too many may end here: a chunk whose picture is kept whole may be longer than its share.
+        let mut parts: Vec<(usize, StepRows)> = chunks.into_iter().map(of_prompt).collect();
+        parts.extend(answers.map(|(i, running)| (i, StepRows::of_answer(running))));
+        // Prompts that end come in the order of their arrival. One too many may end here: a chunk whose picture is kept
+        // whole may be longer than its share.
+        parts.sort_by_key(|(i, part)| if part.is_prompt { 0 } else { self.running[*i].last_turn });
         let mut kept = [0; 2];
         parts.retain(|(_, part)| {
             let kept = &mut kept[usize::from(part.is_prompt)];
-            *kept += usize::from(part.by_host);
-            !part.by_host || *kept <= kept_max
+            *kept += usize::from(part.keeps_logits());
+            !part.keeps_logits() || *kept <= kept_max
         });
+        self.note_turns(parts.iter().filter(|(_, part)| !part.is_prompt).map(|(i, _)| *i));
+        parts.sort_unstable_by_key(|(i, _)| *i);
         parts
+    }
+
+    /// Notes that these answers have their turns, in this order.
+    pub(super) fn note_turns(&mut self, answers: impl Iterator<Item = usize>) {
+        for i in answers {
+            self.turn = self.turn.wrapping_add(1);
+            self.running[i].last_turn = self.turn;
+        }
     }
 
     /// Saves the state that a step under way will leave, if it is to be kept: at a prompt's save points, and at an

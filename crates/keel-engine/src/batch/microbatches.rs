@@ -6,10 +6,10 @@
 //! waited longest come first. One step of prompts is under way with them. Drafts, pictures and other uses of the engine
 //! end this mode: the steps under way are taken, and the next step is waited for.
 
+use super::Batcher;
 use super::ahead::StepRows;
 use super::prompts::PromptRows;
 use super::sequence::Running;
-use super::{Batcher, members};
 use crate::Result;
 use crate::options::HOST_ROWS_MAX;
 use crate::split::microbatches::MICROBATCH_MAX;
@@ -71,10 +71,9 @@ impl Batcher {
         let mut free: Vec<usize> = (0..self.running.len()).filter(runs).collect();
         free.sort_by_key(|&i| self.running[i].last_turn);
         free.truncate(self.answers().div_ceil(self.microbatches()).min(MICROBATCH_MAX));
+        self.note_turns(free.iter().copied());
         free.sort_unstable();
         let parts = free.iter().map(|&i| StepRows::of_answer(&self.running[i])).collect();
-        let turn = self.turn;
-        members(&mut self.running, &free).for_each(|running| running.last_turn = turn);
         self.submit_parts(free, parts)
     }
 }

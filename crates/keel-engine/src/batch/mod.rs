@@ -104,7 +104,7 @@ pub struct Batcher {
     encoded_pieces: u64,
     /// Counts of sequences that have ended.
     speculation: SpeculationCounters,
-    /// Counts calls of [`Batcher::step`]: answers that have waited longest come first.
+    /// Counts turns of answers in steps under way: answers that have waited longest come first.
     turn: usize,
     /// Counts steps with prompts, so that prompts take turns.
     prompt_turn: usize,
@@ -333,7 +333,6 @@ impl Batcher {
             self.decode();
             self.prefill();
         }
-        self.turn = self.turn.wrapping_add(1);
         let has_run = !self.events.is_empty() || !self.pending.is_empty() || self.encoded_pieces > pieces;
         if !has_run && self.running.iter().any(|running| running.awaits_mask) {
             std::thread::sleep(MASK_POLL);

@@ -8,7 +8,7 @@
 use super::Batcher;
 use super::request::BatchEvent;
 use super::sequence::Drawn;
-use crate::{Engine, EngineError, FinishReason, Result};
+use crate::{Engine, EngineError, FinishReason, HostReads, Result};
 
 /// The values to read of a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,6 +66,16 @@ impl Reading {
 
     pub fn shares_prefixes(&self) -> bool {
         self.wanted.shares_prefixes()
+    }
+
+    /// The results that the host reads of a step of the prompt, which ends in it if `ends` is set.
+    pub fn reads(&self, ends: bool) -> HostReads {
+        match self.wanted {
+            Readout::MeanHidden => HostReads::AllHidden,
+            Readout::LastHidden if ends => HostReads::LastHidden,
+            Readout::Logits(_) if ends => HostReads::Logits,
+            Readout::LastHidden | Readout::Logits(_) => HostReads::Nothing,
+        }
     }
 
     pub fn needs_logits(&self) -> bool {

@@ -40,7 +40,8 @@ pub(super) struct Running {
     pub speculation: Option<Speculation>,
     /// Its part in steps under way.
     pub ahead: Ahead,
-    /// The turn of the batch in which it was last in the step of a micro-batch.
+    /// The number of the last turn of its answer in a step under way. Before that, of the last turn before it was
+    /// admitted.
     pub last_turn: usize,
     pub pictures: Pictures,
     /// The values to read of the prompt instead of an answer.

@@ -27,6 +27,7 @@ use std::time::Instant;
 use keel_array::{Regime, RowLog};
 use keel_cache::SequenceCache;
 
+use crate::engine::hidden::ROWS_NOT_PLANNED;
 use crate::engine::in_flight::{EndedRun, EndedStep, InFlightStep, Item, Taken};
 use crate::step::{HiddenOf, Outcome, Rows, StepKind, TokensAt};
 use crate::{Engine, EngineError, PREFILL_GRID, Result};
@@ -45,8 +46,22 @@ pub struct Work<'a> {
     /// How the device draws the token after its rows. `None` for a prompt that goes on or is not answered, and if the
     /// host draws it.
     pub draw: Option<Draw>,
-    /// Whether the host reads the logits after its rows ([`Engine::kept_logits`]), to draw the token or for themselves.
-    pub by_host: bool,
+    /// The results that the host reads when the step is taken.
+    pub reads: HostReads,
+}
+
+/// The results of a work item that the host reads. They are kept while the next step runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostReads {
+    /// None of those below.
+    Nothing,
+    /// The logits after its rows ([`Engine::kept_logits`]), to draw the token or for themselves.
+    Logits,
+    /// The hidden state of its last row: a prompt ends.
+    LastHidden,
+    /// The hidden states of all its rows, which are of a prompt. The engine must be made with
+    /// [`crate::EngineOptions::row_hidden`].
+    AllHidden,
 }
 
 /// The rows of a sequence in a step.
@@ -94,10 +109,11 @@ pub(crate) fn items_of(work: &[Work<'_>]) -> Vec<Item> {
     let item = |work: &Work<'_>| {
         let regime = work.rows.regime();
         let of = usize::from(regime == Regime::Prefill);
-        let place = work.by_host.then_some(kept[of]);
+        let keeps_logits = work.reads == HostReads::Logits;
+        let place = keeps_logits.then_some(kept[of]);
         let item = Item { regime, row: rows[of], is_drawn: work.draw.is_some(), kept: place };
         rows[of] += 1;
-        kept[of] += usize::from(work.by_host);
+        kept[of] += usize::from(keeps_logits);
         item
     };
     work.iter().map(item).collect()
@@ -182,8 +198,12 @@ impl Engine {
                 step.add(keeping.map(|program| self.submit_on_lead(regime, program)));
             }
         }
-        if self.options.drafts > 0 || work.iter().any(|work| self.is_hidden_read(work)) {
-            let keeping = self.stepper.keeping_hidden(number);
+        let reads = |results| work.iter().any(|work| work.reads == results);
+        let all_rows = reads(HostReads::AllHidden);
+        // The MTP head runs the rows later after which tokens are drawn.
+        let for_head = self.options.drafts > 0 && work.iter().any(|work| work.draw.is_some());
+        if all_rows || for_head || reads(HostReads::LastHidden) {
+            let keeping = self.stepper.keeping_hidden(number, all_rows);
             step.add(keeping.map(|program| self.submit_on_lead(Regime::Decode, program)));
         }
         self.in_flight.steps.push_back(step);
@@ -191,18 +211,11 @@ impl Engine {
         Ok(Ticket(number))
     }
 
-    /// Whether the host reads hidden states of this work, in an engine without drafts: those of a prompt that ends and
-    /// whose logits nothing reads, or those of all rows.
-    fn is_hidden_read(&self, work: &Work<'_>) -> bool {
-        let WorkRows::Prompt { next, .. } = work.rows else { return false };
-        self.stepper.keeps_rows() || next.is_none() && work.draw.is_none() && !work.by_host
-    }
-
     fn check_work(&self, work: &[Work<'_>]) -> Result<()> {
         let before = self.in_flight.steps.back().map_or(&[][..], |step| &step.items);
         let is_drawn = |of: usize| before.get(of).is_some_and(|item| item.is_drawn);
-        let by_host =
-            |regime| work.iter().filter(|work| work.by_host && work.rows.regime() == regime).count();
+        let of_logits = || work.iter().filter(|work| work.reads == HostReads::Logits);
+        let by_host = |regime| of_logits().filter(|work| work.rows.regime() == regime).count();
         let for_host = by_host(Regime::Decode).max(by_host(Regime::Prefill));
         let reason = if self.in_flight.steps.len() == STEPS_MAX {
             format!("{STEPS_MAX} steps are under way; take the tokens of one first")
@@ -218,6 +231,8 @@ impl Engine {
             format!("the host draws {for_host} tokens of a regime; the logits of at most {most} are kept")
         } else if for_host > 0 && before.iter().any(|item| item.kept.is_some()) {
             "the step under way keeps logits for the host; take its tokens first".into()
+        } else if !self.stepper.keeps_rows() && work.iter().any(|work| work.reads == HostReads::AllHidden) {
+            ROWS_NOT_PLANNED.into()
         } else {
             return Ok(());
         };

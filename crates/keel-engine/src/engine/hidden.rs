@@ -3,6 +3,9 @@
 use crate::step::HiddenOf;
 use crate::{Engine, EngineError, Result};
 
+/// Why hidden states of all rows cannot be read.
+pub(super) const ROWS_NOT_PLANNED: &str = "hidden states of all rows were not planned for: set row_hidden";
+
 impl Engine {
     /// The hidden state of the last token of a prompt that has just been run, after the final norm.
     ///
@@ -28,8 +31,7 @@ impl Engine {
     /// If the engine was made without [`crate::EngineOptions::row_hidden`].
     pub fn row_hidden(&self, first: usize, rows: usize, hidden: &mut Vec<f32>) -> Result<()> {
         if !self.stepper.keeps_rows() {
-            let reason = "hidden states of all rows were not planned for: set row_hidden";
-            return Err(EngineError::Option(reason.into()));
+            return Err(EngineError::Option(ROWS_NOT_PLANNED.into()));
         }
         self.stepper.read_hidden(first, rows, hidden)
     }

@@ -3,6 +3,7 @@
 pub(crate) mod ahead;
 mod all_logits;
 mod commit;
+mod early;
 pub(crate) mod failures;
 mod hidden;
 mod host_memory;
@@ -34,8 +35,9 @@ use crate::step::{Buckets, Outcome, Rows, StepKind, StepSizes, Stepper, ids_of};
 use crate::vision::{self, EncodeJob, EncodeStatus, PatchGrid, VisionRunner};
 use crate::{EngineError, Result};
 
-pub use ahead::{Ticket, Work, WorkRows};
+pub use ahead::{HostReads, Ticket, Work, WorkRows};
 pub use all_logits::LogitSink;
+pub use early::{EarlySteps, LoadProgress};
 pub use prompts::Chunk;
 pub use ready::LateWork;
 

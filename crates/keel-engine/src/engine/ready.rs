@@ -163,14 +163,10 @@ impl Engine {
         of: fn(&StepShape) -> bool,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<()> {
-        for peer in &self.peers {
-            peer.stepper.runtime().make_ready(&peer.stepper.listed(of), progress)?;
+        for (stepper, programs) in self.steppers().zip(self.listed(of)) {
+            stepper.runtime().make_ready(&programs, progress)?;
         }
-        let mut listed = self.stepper.listed(of);
-        if self.tower_runtime.is_none() {
-            listed.extend(self.vision_runner.iter().flat_map(VisionRunner::listed));
-        }
-        Ok(self.runtime().make_ready(&listed, progress)?)
+        Ok(())
     }
 
     /// The launches of a small step of either regime, as text.

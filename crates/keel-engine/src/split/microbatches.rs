@@ -22,7 +22,7 @@ use keel_array::{RESULT_BYTES_MAX, Regime};
 use keel_cache::{CommitProgress, SlotId};
 
 use crate::device_thread::{DeferredJob, FinishedJob, JobHandle};
-use crate::engine::ahead::{NOT_FIRST, Ticket, Work, WorkRows, items_of, kept_rows};
+use crate::engine::ahead::{HostReads, NOT_FIRST, Ticket, Work, WorkRows, items_of, kept_rows};
 use crate::engine::in_flight::Item;
 use crate::step::{Rows, StepKind, ids_of};
 use crate::{Engine, EngineError, Result};
@@ -147,7 +147,7 @@ impl Engine {
         let is_known = |work: &Work<'_>| {
             Some(work.rows.regime()) == regime && !matches!(work.rows, WorkRows::Drawn(_)) && work.ahead == 0
         };
-        let for_host = work.iter().filter(|work| work.by_host).count();
+        let for_host = work.iter().filter(|work| work.reads == HostReads::Logits).count();
         let for_host_max = self.options.host_rows();
         let is_under_way = |work: &Work<'_>| steps.iter().any(|s| s.slots.contains(&work.sequence.slot()));
         let reason = if groups == 1 {

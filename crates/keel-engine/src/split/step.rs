@@ -36,7 +36,7 @@ impl Peer {
     pub fn takes_part(&self, outcome: Outcome) -> bool {
         match outcome {
             // They copy results of the lead.
-            Outcome::KeptLogits | Outcome::KeptHidden(_) => false,
+            Outcome::KeptLogits | Outcome::KeptHidden { .. } => false,
             Outcome::MtpHidden | Outcome::Logits | Outcome::Draft | Outcome::MtpState => {
                 self.stepper.model().part.is_last()
             }

@@ -40,6 +40,8 @@ pub(crate) struct Buckets {
     runs_ahead: bool,
     /// How many rows of logits are kept for the host.
     host_rows: usize,
+    /// Whether the hidden states of all rows of prompts are kept for the host where they are read.
+    keeps_rows: bool,
     /// Whether the list has only the largest steps.
     are_largest: bool,
 }
@@ -61,6 +63,7 @@ impl Buckets {
             is_coarse,
             runs_ahead,
             host_rows: if runs_ahead { options.host_rows() } else { 0 },
+            keeps_rows: runs_ahead && options.row_hidden,
             are_largest: options.largest_steps,
         }
     }
@@ -92,14 +95,25 @@ impl Buckets {
         self.host_rows
     }
 
+    /// Whether the hidden states of all rows of prompts are kept for the host where they are read.
+    pub fn keeps_rows(&self) -> bool {
+        self.keeps_rows
+    }
+
     /// Whether sequences may draft, and steps run ahead while none does.
     pub fn drafts_ahead(&self) -> bool {
         self.runs_ahead && !self.open_rows.is_empty()
     }
 
-    /// The program that keeps the hidden states of step number `step`.
-    pub fn keeping_hidden(step: u64) -> StepShape {
-        StepKind::decode(Outcome::KeptHidden((step % 2) as usize)).of(1, 1)
+    /// The program that keeps the hidden states of step number `step`; with `all_rows` of all rows of its prompts, too.
+    pub fn keeping_hidden(step: u64, all_rows: bool) -> StepShape {
+        StepKind::decode(Outcome::KeptHidden { place: (step % 2) as usize, all_rows }).of(1, 1)
+    }
+
+    /// All programs that keep hidden states.
+    fn all_keeping_hidden(&self) -> impl Iterator<Item = StepShape> {
+        let all_rows = if self.keeps_rows { &[true, false][..] } else { &[false] };
+        all_rows.iter().flat_map(|&all_rows| [0, 1].map(|step| Buckets::keeping_hidden(step, all_rows)))
     }
 
     /// The program that keeps logits.
@@ -199,7 +213,7 @@ impl Buckets {
             shapes.extend(sequences.map(|&n| decode(Outcome::LastLogits).of(n, n)));
             if self.host_rows > 0 {
                 shapes.extend([Regime::Decode, Regime::Prefill].map(|regime| self.keeping(regime)));
-                shapes.extend([0, 1].map(Buckets::keeping_hidden));
+                shapes.extend(self.all_keeping_hidden());
             }
             return shapes;
         }
@@ -208,7 +222,7 @@ impl Buckets {
             shapes.extend(sequences.clone().flat_map(of));
             let many = sequences.clone().filter(|&&n| n > 1);
             shapes.extend(many.map(|&n| decode(Outcome::MtpState).of(n * self.open_rows.len(), n)));
-            shapes.extend([0, 1].map(Buckets::keeping_hidden));
+            shapes.extend(self.all_keeping_hidden());
         }
         for &n in sequences {
             let both = |each: usize| [Outcome::OpenRows, Outcome::Draft].map(|of| decode(of).of(each * n, n));
@@ -332,7 +346,8 @@ mod tests {
     fn every_step_has_a_shape_of_the_list_that_holds_it() {
         for (is_coarse, runs_ahead) in [(false, false), (true, false), (true, true)] {
             for (drafts, sequences) in [(0, 1), (0, 37), (3, 5), (8, 256)] {
-                let options = EngineOptions { drafts, sequences, ..options() };
+                let row_hidden = sequences == 5 || sequences == 37;
+                let options = EngineOptions { drafts, sequences, row_hidden, ..options() };
                 let buckets = Buckets::new(&options, 0, is_coarse, runs_ahead);
                 let list = buckets.list();
                 assert!(list.len() < 450, "{} shapes", list.len());
@@ -355,6 +370,10 @@ mod tests {
                         expect(StepKind::decode(Outcome::OpenRows), rows, n);
                         expect(StepKind::decode(Outcome::Draft), rows, n);
                     }
+                }
+                for step in if runs_ahead { 0..4 } else { 0..0 } {
+                    assert!(list.contains(&Buckets::keeping_hidden(step, false)));
+                    assert_eq!(list.contains(&Buckets::keeping_hidden(step, true)), row_hidden);
                 }
                 for rows in 1..=buckets.prefill_rows_max() {
                     expect(StepKind::prefill(Outcome::LastLogits), rows, 1);

@@ -66,7 +66,7 @@ pub(crate) enum HiddenOf {
     Answers,
     /// Those of the last rows of its prompts.
     Prompts,
-    /// Those of all rows of its prompts, where they are added up.
+    /// Those of all rows of its prompts, if the mean of a prompt is read.
     PromptRows,
 }
 
@@ -91,7 +91,7 @@ impl KeptHidden {
             return Ok(None);
         }
         let answers = if buckets.drafts_ahead() { options.sequences } else { 0 };
-        let prompt_rows = if options.row_hidden { buckets.prefill_rows_max() } else { 0 };
+        let prompt_rows = if buckets.keeps_rows() { buckets.prefill_rows_max() } else { 0 };
         let most = options.sequences.max(prompt_rows);
         let rows = Array::persistent(runtime, Category::Staging, [most], DType::U32)?;
         rows.write(&(0..most as u32).collect::<Vec<_>>())?;
@@ -105,7 +105,7 @@ impl KeptHidden {
         place * self.counts.iter().sum::<usize>() + self.counts[..of as usize].iter().sum::<usize>()
     }
 
-    /// The results of the program, which are the first rows of these hidden states, and their destinations.
+    /// The results of a program, which are the first rows of these hidden states, and their destinations.
     pub fn trace(&self, all: &[(HiddenOf, &Array)], place: usize) -> Result<Vec<(Array, Array)>> {
         let pair = |&(of, from): &(HiddenOf, &Array)| -> Result<(Array, Array)> {
             let count = self.counts[of as usize];

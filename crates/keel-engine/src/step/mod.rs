@@ -200,7 +200,7 @@ impl Stepper {
     }
 
     /// The prepared steps of the list with these shapes.
-    pub fn listed(&self, of: fn(&StepShape) -> bool) -> Vec<&Executable> {
+    pub fn listed(&self, of: impl Fn(&StepShape) -> bool) -> Vec<&Executable> {
         self.listed.iter().filter(|(shape, _)| of(shape)).map(|(_, step)| step).collect()
     }
 
@@ -290,9 +290,10 @@ impl Stepper {
     }
 
     /// The program that keeps the hidden states of step number `step`, whose programs were submitted last, ready to
-    /// run. One token comes to the host with it and is ignored.
-    pub fn keeping_hidden(&mut self, step: u64) -> Result<PreparedStep> {
-        self.keeping(Buckets::keeping_hidden(step))
+    /// run. With `all_rows` it keeps those of all rows of prompts, too. One token comes to the host with it and is
+    /// ignored.
+    pub fn keeping_hidden(&mut self, step: u64, all_rows: bool) -> Result<PreparedStep> {
+        self.keeping(Buckets::keeping_hidden(step, all_rows))
     }
 
     /// Appends these of the hidden states that were kept of step number `step`.

@@ -30,7 +30,8 @@ pub(crate) enum Outcome {
     /// Rows of the logits of the step before, for the host.
     KeptLogits,
     /// Hidden states of the step before, for the host. Two steps may be under way, and take turns in places 0 and 1.
-    KeptHidden(usize),
+    /// Those of all rows of its prompts are kept only if `all_rows` is set.
+    KeptHidden { place: usize, all_rows: bool },
     /// Commits accepted open rows and runs none. Those of some layers are committed already.
     Commit(CommitProgress),
 }

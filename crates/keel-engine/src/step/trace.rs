@@ -82,12 +82,12 @@ impl Stepper {
                 let input = self.results.logits_input()?.prefix(shape.rows)?;
                 vec![(model.logits(&input)?, self.results.logits.prefix(shape.rows)?)]
             }
-            Outcome::KeptHidden(place) => {
+            Outcome::KeptHidden { place, all_rows } => {
                 let mut all = vec![(HiddenOf::Prompts, &self.results.last_hidden)];
                 if self.drafts {
                     all.push((HiddenOf::Answers, &self.results.draft()?.rows));
                 }
-                if self.results.keeps_rows {
+                if all_rows {
                     all.push((HiddenOf::PromptRows, self.results.hidden()?));
                 }
                 self.kept_hidden()?.trace(&all, place)?

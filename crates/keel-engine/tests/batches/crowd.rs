@@ -7,12 +7,14 @@ use crate::common::queueing::queueing;
 use crate::common::{demo, engine, fixture};
 use keel_array::RESULT_BYTES_MAX;
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
-use keel_engine::{EngineOptions, FinishReason, SamplerOptions};
+use keel_engine::{EngineOptions, FinishReason, LateWork, SamplerOptions};
 
 fn batcher(folder: &std::path::Path, runtime: &keel_array::Runtime, sequences: usize) -> Batcher {
     let options = EngineOptions { context: 256, sequences, prefill_step: 64, ..EngineOptions::default() };
     let batch = BatchOptions { step_tokens: 64, queue_limit: sequences, ..BatchOptions::default() };
-    Batcher::new(engine(folder, runtime, options), batch)
+    let mut engine = engine(folder, runtime, options);
+    engine.make_ready(&mut |_, _, _| ()).expect("the steps run");
+    Batcher::new(engine, batch)
 }
 
 /// Their tokens do not come to the host with one step, so each step is waited for.
@@ -59,5 +61,62 @@ fn answers_and_prompts_for_the_host_have_places_of_their_own() {
     );
     let outcomes = finish_from(&mut batcher, outcomes);
     assert!(outcomes.iter().all(|outcome| outcome.tokens.len() == 40));
+    assert_all_is_back(&mut batcher);
+}
+
+/// A step keeps the logits of 16 answers, and the host draws for 24. They take turns, and the two others are in each
+/// step. Then the 24 are alone, and all are in each step.
+#[test]
+fn more_answers_for_the_host_than_a_step_keeps_take_turns() {
+    const FOR_HOST: usize = 24;
+    const PER_STEP: usize = 16;
+    let request = |id: usize| {
+        let ids = (0..3 + id as u32 % 5).map(|j| (j * 7 + id as u32 * 131 + 5) % 500).collect();
+        let repetition_penalty = if id < FOR_HOST { 1.2 } else { 1.0 };
+        let sampler = SamplerOptions { repetition_penalty, ..SamplerOptions::default() };
+        let max_tokens = if id < FOR_HOST { 40 } else { 2 * id };
+        BatchRequest { sampler, ..BatchRequest::new(id as u64, ids, max_tokens) }
+    };
+    let (runtime, _) = queueing(512);
+    let mut batcher = batcher(&demo(), &runtime, FOR_HOST + 2);
+    let memory = (runtime.ledger().active(), runtime.ledger().peak());
+    let now = Instant::now();
+    let mut outcomes: Vec<Outcome> = (0..FOR_HOST + 2).map(|_| Outcome::default()).collect();
+    (0..FOR_HOST + 2).for_each(|id| batcher.submit(request(id), now).expect("accepted"));
+    while outcomes.iter().any(|outcome| outcome.tokens.is_empty()) {
+        step(&mut batcher, now, &mut outcomes);
+    }
+    let lengths = |all: &[Outcome]| all.iter().map(|outcome| outcome.tokens.len()).collect::<Vec<usize>>();
+    let (before, mut steps) = (lengths(&outcomes), 0);
+    let mut gained = Vec::new();
+    while outcomes[FOR_HOST..].iter().all(|outcome| outcome.finish.is_none()) {
+        step(&mut batcher, now, &mut outcomes);
+        steps += 1;
+        assert_eq!(batcher.engine().steps_in_flight(), 1, "the others wait");
+        gained = lengths(&outcomes).iter().zip(&before).map(|(now, before)| now - before).collect();
+        let (least, most) = (gained[..FOR_HOST].iter().min(), gained[..FOR_HOST].iter().max());
+        assert!(most.zip(least).is_some_and(|(most, least)| most - least <= 1), "step {steps}: {gained:?}");
+    }
+    assert!(steps > 20 && gained[FOR_HOST..] == [steps; 2], "{steps} steps: {gained:?}");
+    let for_host: usize = gained[..FOR_HOST].iter().sum();
+    assert!(for_host.abs_diff(PER_STEP * steps / 2) <= PER_STEP, "{for_host} tokens in {steps} steps");
+    while outcomes[FOR_HOST..].iter().any(|outcome| outcome.finish.is_none()) {
+        step(&mut batcher, now, &mut outcomes);
+    }
+    // It also takes the step under way.
+    step(&mut batcher, now, &mut outcomes);
+    while !batcher.is_idle() {
+        let (before, left) = (lengths(&outcomes), outcomes.iter().filter(|of| of.finish.is_none()).count());
+        step(&mut batcher, now, &mut outcomes);
+        let gained = lengths(&outcomes).iter().sum::<usize>() - before.iter().sum::<usize>();
+        assert_eq!(gained, left, "tokens in a step of answers for the host alone");
+    }
+    assert_eq!(batcher.engine().late_work(), LateWork::default());
+    assert_eq!((runtime.ledger().active(), runtime.ledger().peak()), memory);
+    for (id, outcome) in outcomes.iter().enumerate() {
+        batcher.forget_prefixes();
+        let alone = run(&mut batcher, vec![BatchRequest { id: 0, ..request(id) }]).remove(0);
+        assert_eq!((&outcome.tokens, outcome.finish), (&alone.tokens, alone.finish), "answer {id}");
+    }
     assert_all_is_back(&mut batcher);
 }

@@ -1,19 +1,19 @@
 //! Prompts that are read while others are answered, on a backend that queues. No answer waits for them, and each value
 //! is the one of a step that is waited for. With `KEEL_TEST_CUDA=1` the same on a GPU.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use crate::common::batching::{Outcome, assert_all_is_back, finish_from, run, step};
 use crate::common::queueing::{Poison, Queueing, queueing, waiting_and_queueing};
 use crate::common::{demo, engine, runtime};
-use keel_array::{Backend, Runtime, RuntimeOptions};
+use keel_array::{Backend, Kernel, Launch, Op, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher, Readout};
 use keel_engine::{Depth, EngineOptions, SamplerOptions, SpeculationOptions, plan};
 use keel_models::loading::CheckpointParameters;
-use keel_testkit::intercepted::InterceptedBackend;
+use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
 use keel_weights::Checkpoint;
 
 fn options(sequences: usize, drafts: usize) -> EngineOptions {
@@ -159,6 +159,49 @@ fn values_that_cannot_be_read_end_their_prompt_alone() {
         assert!(error.contains("injected") && outcome.read.is_empty(), "{error}");
     }
     assert_all_is_back(&mut batcher);
+}
+
+/// A backend that says it queues. It notes the rows of each program that copies rows and does nothing else.
+#[derive(Default)]
+struct RowCopies(Mutex<Vec<usize>>);
+
+impl Interceptor for RowCopies {
+    fn is_queueing(&self) -> bool {
+        true
+    }
+
+    fn launch(&self, backend: &dyn Backend, launch: &Launch<'_>) -> keel_array::Result<()> {
+        let rows = |kernel: &Kernel| (kernel.op == Op::Take).then(|| kernel.outputs[0].layout.shape[0]);
+        let copied: Option<Vec<usize>> = launch.kernels().iter().map(rows).collect();
+        let most = copied.and_then(|copied| copied.into_iter().max());
+        self.0.lock().expect("no launch panics").extend(most);
+        backend.launch(launch)
+    }
+}
+
+/// One step ends the prompt of 300 tokens, and there is room for 6 prompts and 6 answers.
+#[test]
+fn steps_copy_the_hidden_states_that_are_read() {
+    const TOKENS: usize = 20;
+    for drafts in [0, 3] {
+        let copies = Arc::new(RowCopies::default());
+        let cpu = CpuBackend::new(CpuOptions { threads: Some(2), ..CpuOptions::default() });
+        let backend = InterceptedBackend::new(Arc::new(cpu), Arc::clone(&copies));
+        let mut batcher = batcher(&Runtime::new(backend, RuntimeOptions::default()), options(6, drafts));
+        let ids: Vec<u32> = (0..300).map(|j| (j * 7 + 5) % 500).collect();
+        let mut copied = |request: BatchRequest| {
+            let outcome = run(&mut batcher, vec![request]).remove(0);
+            assert!(outcome.error.is_none() && outcome.finish.is_some(), "{:?}", outcome.error);
+            std::mem::take(&mut *copies.0.lock().expect("no launch panics"))
+        };
+        // The MTP head needs the hidden states of the steps that draw tokens.
+        let answered = if drafts > 0 { vec![6; TOKENS] } else { Vec::new() };
+        assert_eq!(copied(BatchRequest::new(0, ids.clone(), TOKENS)), answered, "{drafts} drafts");
+        let read = |readout| BatchRequest::to_read(0, ids.clone(), readout);
+        assert_eq!(copied(read(Readout::LastHidden)), [6], "{drafts} drafts");
+        let mean = copied(read(Readout::MeanHidden));
+        assert!(mean.len() > 1 && mean.iter().all(|&rows| rows == 128), "{drafts} drafts: {mean:?}");
+    }
 }
 
 #[test]

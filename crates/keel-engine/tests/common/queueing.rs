@@ -9,7 +9,7 @@ use keel_array::{ArrayError, Backend, Launch, Runtime, RuntimeOptions};
 use keel_cache::SequenceCache;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_cuda::{CudaBackend, CudaOptions, Determinism};
-use keel_engine::{Engine, Result, Ticket, Work, WorkRows};
+use keel_engine::{Engine, HostReads, Result, Ticket, Work, WorkRows};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor, injected};
 
 /// A CPU backend that says it queues. It records launches and waits, and lets a launch or a read fail.
@@ -172,7 +172,7 @@ impl Answers {
         let ahead = self.0.len();
         let work = sequences.iter_mut().zip(draws).enumerate().map(|(i, (sequence, draw))| {
             let rows = tokens.map_or(WorkRows::Drawn(i), |tokens| WorkRows::Token(tokens[i]));
-            Work { sequence, ahead, rows, draw: Some(*draw), by_host: false }
+            Work { sequence, ahead, rows, draw: Some(*draw), reads: HostReads::Nothing }
         });
         self.0.push_back(engine.submit(&mut work.collect::<Vec<_>>())?);
         Ok(())

@@ -100,31 +100,53 @@ pub fn engine_on_gpus(
     engine
 }
 
-/// An engine on a GPU for each of the parts, which are shares of every layer; on the same GPUs again where they are
-/// fewer. They run in the mode that gives any number of devices the same bits.
+/// An engine on a GPU for each of the parts; on the same GPUs again where they are fewer. They run in the mode that
+/// gives any number of devices the same bits.
 pub fn load_on_gpus(
     (parameters, config): (&dyn Parameters, &Value),
     options: EngineOptions,
     parts: &[Part],
     mut wrap: impl FnMut(usize, Arc<dyn Backend>) -> Arc<dyn Backend>,
 ) -> Result<Engine, EngineError> {
-    let precision = if options.compute == Compute::F32 { Precision::F32 } else { Precision::Fast };
-    let gpus = Survey::take().gpus.len();
-    let gpu = |(rank, group)| {
-        let (ordinal, group) = (rank % gpus, Some(group));
-        let cuda = CudaOptions {
-            ordinal,
-            precision,
-            determinism: Determinism::Devices,
-            group,
-            ..CudaOptions::default()
-        };
+    let gpu = |(rank, cuda): (usize, CudaOptions)| {
         let backend = Arc::new(CudaBackend::new(&cuda).expect("a GPU, and NCCL"));
         Runtime::new(wrap(rank, backend), RuntimeOptions::default())
     };
-    let group = CudaGroup::of(parts.len(), parts.len()).into_iter().enumerate();
-    let devices = PlacedPart::each(group.map(gpu), parts.iter().cloned());
+    let devices = gpu_options(options, parts.len()).into_iter().enumerate().map(gpu);
+    let devices = PlacedPart::each(devices, parts.iter().cloned());
     Engine::load_on(&devices, None, parameters, config, options, &|_| ())
+}
+
+/// As [`load_on_gpus`], with the early kernels of a plan.
+pub fn load_planned_on_gpus(
+    (parameters, config): (&dyn Parameters, &Value),
+    options: EngineOptions,
+    parts: &[Part],
+) -> Result<Engine, EngineError> {
+    let all = gpu_options(options, parts.len());
+    let planner = |cuda: &CudaOptions| Arc::new(CudaBackend::planning(cuda)) as Arc<dyn Backend>;
+    let planners = PlacedPart::each(all.iter().map(planner), parts.iter().cloned());
+    let planned = plan::engine(&planners, None, parameters, config, options)?;
+    let gpu = |cuda: &CudaOptions| {
+        let backend = CudaBackend::new(cuda).expect("a GPU, and NCCL");
+        Runtime::new(Arc::new(backend), RuntimeOptions::default())
+    };
+    let devices = PlacedPart::each(all.iter().map(gpu), parts.iter().cloned());
+    Engine::load_planned(planned, &devices, None, parameters, config, &|_| ())
+}
+
+/// The options of each GPU of a group of this many.
+fn gpu_options(options: EngineOptions, count: usize) -> Vec<CudaOptions> {
+    let precision = if options.compute == Compute::F32 { Precision::F32 } else { Precision::Fast };
+    let gpus = Survey::take().gpus.len();
+    let of = |(rank, group)| CudaOptions {
+        ordinal: rank % gpus,
+        precision,
+        determinism: Determinism::Devices,
+        group: Some(group),
+        ..CudaOptions::default()
+    };
+    CudaGroup::of(count, count).into_iter().enumerate().map(of).collect()
 }
 
 /// Runs a test that needs this many GPUs, if they are there, or if NCCL may connect a GPU with itself

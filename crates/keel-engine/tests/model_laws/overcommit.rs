@@ -14,7 +14,9 @@ use keel_array::{ArrayError, Backend, Category, KvFormat, Launch, Runtime, Runti
 use keel_cache::CacheError;
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_engine::batch::{BatchEvent, BatchOptions, BatchRequest, Batcher, Constraint};
-use keel_engine::{Depth, EngineError, EngineOptions, SamplerOptions, SpeculationOptions, Work, WorkRows};
+use keel_engine::{
+    Depth, EngineError, EngineOptions, HostReads, SamplerOptions, SpeculationOptions, Work, WorkRows,
+};
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor, injected};
 
 fn options() -> EngineOptions {
@@ -378,7 +380,7 @@ fn a_failed_step_says_nothing_about_the_next_owner_of_a_slot() {
             ahead: 0,
             rows: WorkRows::Token(9),
             draw: Some(Draw::GREATEST),
-            by_host: false,
+            reads: HostReads::Nothing,
         };
         let ticket = engine.submit(&mut [work]).expect("it is reported when it is taken");
         engine.release(leaving);

@@ -65,7 +65,7 @@ fn a_weights_file_that_is_cut_while_it_is_loaded_is_an_error() {
     let checkpoint = Checkpoint::open(folder.path()).expect("the checkpoint opens");
     let weights = std::fs::OpenOptions::new().write(true).open(folder.path().join("model.safetensors"));
     let weights = weights.expect("there");
-    let cut = |_: u64| weights.set_len(20_000).expect("the file can be cut");
+    let cut = |_| weights.set_len(20_000).expect("the file can be cut");
     let parameters = CheckpointParameters(&checkpoint);
     let loaded = Engine::load(&runtime(1), &parameters, checkpoint.config(), exact(), &cut);
     let error = loaded.err().expect("its weights are gone").to_string();

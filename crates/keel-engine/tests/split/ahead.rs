@@ -12,7 +12,7 @@ use keel_array::sampling::Draw;
 use keel_array::{ArrayError, Backend, Compute, Launch};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::{
-    Depth, Engine, EngineOptions, FinishReason, SamplerOptions, SpeculationOptions, Work, WorkRows,
+    Depth, Engine, EngineOptions, FinishReason, HostReads, SamplerOptions, SpeculationOptions, Work, WorkRows,
 };
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor, injected};
 
@@ -244,7 +244,7 @@ fn a_step_is_begun_on_all_devices_before_the_one_before_it_is_taken() {
     let launches = || faults.each_ref().map(|fault| 1_000_000 - fault.0.load(Ordering::Relaxed));
     faults.iter().for_each(|fault| fault.0.store(1_000_000, Ordering::Relaxed));
     let submit = |engine: &mut Engine, sequence: &mut _, ahead: usize, rows| {
-        let work = Work { sequence, ahead, rows, draw: Some(Draw::GREATEST), by_host: false };
+        let work = Work { sequence, ahead, rows, draw: Some(Draw::GREATEST), reads: HostReads::Nothing };
         engine.submit(&mut [work]).expect("two steps may be under way")
     };
     let first = submit(&mut engine, &mut sequence, 0, WorkRows::Token(8));

@@ -15,7 +15,9 @@ use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
 use keel_cuda::{CudaBackend, CudaGroup, CudaOptions, Determinism, Survey};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
 use keel_engine::split::PlacedPart;
-use keel_engine::{Engine, EngineOptions, FinishReason, LateWork, SamplerOptions, Ticket, Work, WorkRows};
+use keel_engine::{
+    Engine, EngineOptions, FinishReason, HostReads, LateWork, SamplerOptions, Ticket, Work, WorkRows,
+};
 use keel_models::loading::CheckpointParameters;
 use keel_testkit::intercepted::InterceptedBackend;
 use keel_weights::Checkpoint;
@@ -265,7 +267,7 @@ fn submit(engine: &mut Engine, sequences: &mut [SequenceCache], token: u32) -> k
         ahead: 0,
         rows: WorkRows::Token(token),
         draw: Some(Draw::GREATEST),
-        by_host: false,
+        reads: HostReads::Nothing,
     });
     engine.submit(&mut work.collect::<Vec<_>>())
 }
@@ -406,7 +408,7 @@ fn steps_that_cannot_be_under_way_are_refused() {
         ahead: 0,
         rows: WorkRows::Token(5),
         draw: None,
-        by_host: true,
+        reads: HostReads::Logits,
     });
     let error = engine.submit(&mut by_host.collect::<Vec<_>>()).expect_err("refused").to_string();
     assert!(error.contains("the host draws 17 tokens of a step; the logits of at most 16"), "{error}");
@@ -421,7 +423,7 @@ fn steps_that_cannot_be_under_way_are_refused() {
     let prompts = |engine: &mut Engine, sequence: &mut SequenceCache, len: usize| {
         let tokens = &vec![7; len];
         let rows = WorkRows::Prompt { tokens, next: Some(8) };
-        engine.submit(&mut [Work { sequence, ahead: 0, rows, draw: None, by_host: false }])
+        engine.submit(&mut [Work { sequence, ahead: 0, rows, draw: None, reads: HostReads::Nothing }])
     };
     let mut others: Vec<SequenceCache> = (0..2).map(|_| engine.open().expect("room")).collect();
     let error = prompts(&mut engine, &mut others[0], 65).expect_err("refused").to_string();

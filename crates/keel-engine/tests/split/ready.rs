@@ -6,11 +6,13 @@ use std::time::{Duration, Instant};
 
 use crate::common::batching::finish;
 use crate::common::fixture;
-use crate::common::splitting::{Fault, engine_on};
+use crate::common::splitting::{Fault, engine_on, load_planned_on_gpus, on_gpus, parts};
 use keel_array::{Backend, Compute, Launch, Preparations, PreparedPiece, Result, Runtime};
 use keel_engine::batch::{BatchOptions, BatchRequest, Batcher};
-use keel_engine::{Engine, EngineOptions, LateWork};
+use keel_engine::{EarlySteps, Engine, EngineOptions, LateWork};
+use keel_models::loading::CheckpointParameters;
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor};
+use keel_weights::Checkpoint;
 
 /// Acts as a backend that compiles, and captures a program at its second run.
 #[derive(Default)]
@@ -127,4 +129,25 @@ fn a_device_that_fails_while_all_get_ready_is_an_error() {
         let (batcher, _) = serve(engine);
         assert_eq!(batcher.status().late_work, LateWork::default());
     }
+}
+
+/// Two GPUs compile while weights are read, each the kernels of its own programs.
+#[test]
+fn gpus_have_nothing_left_to_load_after_their_load() {
+    on_gpus(2, || {
+        let checkpoint = Checkpoint::open(&fixture("qwen3_5")).expect("the checkpoint opens");
+        let source = (&CheckpointParameters(&checkpoint) as _, checkpoint.config());
+        for grid in [(1, 2), (2, 1)] {
+            let options = EngineOptions { early_steps: EarlySteps::All, ..options(0) };
+            let parts = parts(source, options, grid).expect("it divides");
+            let mut engine = load_planned_on_gpus(source, options, &parts).expect("it loads");
+            let loaded = |engine: &Engine| -> Vec<u64> {
+                engine.runtimes().map(|runtime| runtime.backend().preparations().loaded).collect()
+            };
+            let early = loaded(&engine);
+            assert!(early.iter().all(|&count| count > 0), "{grid:?}");
+            engine.make_ready(&mut |_, _, _| ()).expect("it gets ready");
+            assert_eq!(loaded(&engine), early, "{grid:?}");
+        }
+    });
 }

@@ -12,7 +12,7 @@ use crate::common::{decoded, demo, engine, fixture, runtime, state_of};
 use keel_array::sampling::Draw;
 use keel_cache::{CacheError, SequenceCache};
 use keel_engine::{
-    Depth, Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, SamplerOptions,
+    Depth, Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, HostReads, SamplerOptions,
     SpeculationOptions, TokenIterator, Work, WorkRows,
 };
 
@@ -273,7 +273,7 @@ fn sequences_of_a_batch_are_drawn_for_apart() {
 
 /// One row of a sequence with nothing under way, with a greedy draw.
 fn of<'a>(sequence: &'a mut SequenceCache, rows: WorkRows<'a>) -> Work<'a> {
-    Work { sequence, ahead: 0, rows, draw: Some(Draw::GREATEST), by_host: false }
+    Work { sequence, ahead: 0, rows, draw: Some(Draw::GREATEST), reads: HostReads::Nothing }
 }
 
 #[test]
@@ -326,7 +326,7 @@ fn only_a_token_that_the_device_draws_can_be_run() {
     assert!(refused.contains("no step under way draws the token"), "{refused}");
     engine.take(first).expect("it runs");
     sequence.advance(64);
-    let by_host = Work { draw: None, by_host: true, ..of(&mut sequence, WorkRows::Token(5)) };
+    let by_host = Work { draw: None, reads: HostReads::Logits, ..of(&mut sequence, WorkRows::Token(5)) };
     let first = engine.submit(&mut [by_host]).expect("runs");
     let refused = engine.submit(&mut [Work { ahead: 1, ..of(&mut sequence, WorkRows::Drawn(0)) }]);
     refused.expect_err("the host draws it");

@@ -7,6 +7,7 @@ mod ahead;
 mod catch_up;
 mod deterministic;
 mod drawing;
+mod early;
 mod faults;
 mod fixtures_on_gpu;
 mod kv_bits;

@@ -17,8 +17,7 @@ fn cluster(patience: Duration) -> (Arc<Cluster>, MessageSender, TcpListener) {
         frame::read_first::<Hello>(&mut stream).expect("it says what it is");
         let devices = vec![DeviceFacts { name: "cpu:0".into(), room: None }; 2];
         let welcome = HelloReply::Accepted(Welcome { session: 1, devices });
-        frame::write(&mut stream, &welcome, &[]).expect("it listens");
-        (MessageSender::new(stream, ControlMessage::Here).expect("a thread"), listener)
+        (MessageSender::new(stream, &welcome, ControlMessage::Here).expect("a thread"), listener)
     });
     let cluster = Cluster::connect(&[address], patience).expect("the node answers");
     let (control, listener) = node.join().expect("no panic");

@@ -115,6 +115,21 @@ fn nothing_runs_after_memory_has_not_been_changed() {
     }
 }
 
+/// The next connection of a device finds it empty.
+#[test]
+fn a_worker_that_is_dropped_frees_all_memory() {
+    let (session, _leader) = session(1);
+    let mut worker = worker(session);
+    let runtime = worker.runtime.clone();
+    let before = runtime.ledger().active();
+    allocate_two(&mut worker);
+    assert!(worker.attempt(Request::Arena { bytes: 1 << 10 }, &[]).is_ok());
+    assert!(worker.attempt(Request::Program(copying(1)), &[]).is_ok());
+    assert!(runtime.ledger().active().total() > before.total());
+    drop(worker);
+    assert_eq!(runtime.ledger().active(), before);
+}
+
 /// A program has as much of the arena as it uses, or does not run.
 #[test]
 fn a_program_is_not_run_in_a_smaller_arena() {

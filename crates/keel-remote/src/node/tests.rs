@@ -1,13 +1,14 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc::{Sender, channel};
+use std::thread::JoinHandle;
 
-use keel_array::RuntimeOptions;
 use keel_cpu::{CpuBackend, CpuGroup, CpuOptions};
 
+pub(crate) use super::devices::tests::lent_device;
 use super::*;
 use crate::connection::send_hello;
-use crate::message::DeviceReply;
+use crate::connection::tests::NO_THREADS;
 
 /// Tells the test what devices hear.
 pub(crate) struct Heard(pub(crate) Sender<String>);
@@ -25,14 +26,32 @@ impl Members for Heard {
     }
 }
 
-/// A session of a node with this many devices, and the leader's end of its connection.
-pub(crate) fn session(count: usize) -> (Arc<Session>, TcpStream) {
+/// A node's end of a connection, and the leader's.
+pub(crate) fn connection() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
     let leader = TcpStream::connect(listener.local_addr().expect("bound")).expect("it listens");
-    let (stream, _) = listener.accept().expect("the leader connects");
-    let control =
-        MessageSender::new(stream.try_clone().expect("a handle"), ControlMessage::Here).expect("a thread");
+    (listener.accept().expect("the leader connects").0, leader)
+}
+
+/// A session of a node with this many devices, and the leader's end of its connection.
+pub(crate) fn session(count: usize) -> (Arc<Session>, TcpStream) {
+    let (stream, leader) = connection();
+    let own = stream.try_clone().expect("a handle");
+    let control = MessageSender::new(own, &ControlMessage::Here, ControlMessage::Here).expect("a thread");
     (Arc::new(Session::new(1, count, control, stream)), leader)
+}
+
+/// A node without devices, which listens nowhere.
+fn unbound() -> Node {
+    Node {
+        devices: Box::new(Vec::<DeviceFacts>::new),
+        leaders: Leaders::new(here),
+        open: Box::new(|_: OpenRequest| Err("it has none".into())),
+        closed: Box::new(|| ()),
+        present: Mutex::default(),
+        sessions: AtomicU64::new(0),
+        silent: Mutex::default(),
+    }
 }
 
 /// The address of all leaders here.
@@ -91,25 +110,17 @@ fn what_is_not_served_is_told_why() {
     expect_last(reply, "nothing that can be read");
 }
 
+/// A refusal after an acceptance is a message that no leader expects.
 #[test]
-fn a_device_has_one_connection() {
-    let (session, _leader) = session(1);
-    let backend = Arc::new(CpuBackend::new(CpuOptions { threads: Some(1), ..CpuOptions::default() }));
-    locked(&session.devices).runtimes = vec![Some(Runtime::new(backend, RuntimeOptions::default()))];
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
-    let connect = || {
-        let leader = TcpStream::connect(listener.local_addr().expect("bound")).expect("it listens");
-        (listener.accept().expect("the leader connects").0, leader)
-    };
-    let (own, mut leader) = connect();
-    session.serve_device(&own, 0).expect("it is there");
-    let reply = frame::read(&mut leader, &mut Vec::new()).expect("it answers");
-    assert!(matches!(reply, HelloReply::Accepted(())), "{reply:?}");
-    let next = frame::read(&mut leader, &mut Vec::new()).expect("its heartbeat");
-    assert!(matches!(next, DeviceReply::Here), "{next:?}");
-    let refusal = session.serve_device(&connect().0, 0).expect_err("it has a connection");
-    assert_eq!(refusal, Refusal::last("its device 0 is not open, or has a connection"));
-    assert!(session.end(END_MAX));
+fn a_leader_whose_heartbeat_cannot_start_is_refused_and_not_accepted() {
+    let (stream, mut leader) = connection();
+    frame::write(&mut leader, &Hello::Lead { version: version() }, &[]).expect("it listens");
+    NO_THREADS.set(true);
+    unbound().receive_hello(&Arc::new(stream));
+    NO_THREADS.set(false);
+    let reply: HelloReply<Welcome> = frame::read(&mut leader, &mut Vec::new()).expect("it answers");
+    let HelloReply::Refused(Refusal { reason, may_pass: true }) = reply else { panic!("{reply:?}") };
+    assert!(reason.contains("no thread can be started"), "{reason}");
 }
 
 /// Builds of the same version may mean something else by a message.
@@ -224,7 +235,7 @@ fn threads_that_connect_do_not_pile_up() {
         let connected = heard.recv_timeout(Duration::from_secs(20));
         assert_eq!(connected.as_deref(), Ok("connect []"), "round {round}");
         // The thread ends soon after that.
-        while !locked(&session.devices).threads.iter().all(JoinHandle::is_finished) {
+        while !locked(&session.devices).connecting.iter().all(JoinHandle::is_finished) {
             std::thread::yield_now();
         }
     }
@@ -265,7 +276,7 @@ fn the_end_of_a_session_waits_for_its_devices_only_so_long() {
     let stuck = std::thread::spawn(move || {
         let _ = waits.recv();
     });
-    locked(&session.devices).threads.push(stuck);
+    locked(&session.devices).connecting.push(stuck);
     assert!(!session.end(Duration::from_millis(50)));
     drop(go);
 }
@@ -330,24 +341,15 @@ impl tracing::Subscriber for Logged {
 /// While a node is away, its leader comes to the others every 2 s and leaves them again.
 #[test]
 fn a_leader_that_has_opened_nothing_is_no_news() {
-    let none = |_: OpenRequest| -> Result<OpenDevices, String> { Err("it has none".into()) };
     for (is_asked, lines) in [(false, 0), (true, 2)] {
         let (session, leader) = session(1);
         session.is_asked.store(is_asked, Ordering::SeqCst);
-        let node = Node {
-            devices: Box::new(Vec::<DeviceFacts>::new),
-            leaders: Leaders::new(here),
-            open: Box::new(none),
-            closed: Box::new(|| ()),
-            present: Mutex::default(),
-            sessions: AtomicU64::new(0),
-            silent: Mutex::default(),
-        };
+        let node = unbound();
         drop(leader);
         let logged = Arc::new(Logged::default());
         tracing::subscriber::with_default(Arc::clone(&logged), || {
             let ending = Ending { session: &session, node: &node };
-            follow(&session, &none);
+            follow(&session, &*node.open);
             drop(ending);
         });
         assert_eq!(locked(&logged.0).len(), lines, "asked: {is_asked}");

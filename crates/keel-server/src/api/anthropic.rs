@@ -14,6 +14,7 @@ use serde_json::{Map, Value, json};
 
 use crate::access::caller::Caller;
 use crate::answer::{Answer, AnswerEvent, Ending, Usage};
+use crate::api::field_names::other_fields;
 use crate::api::numbers::{check_limit, whole_number};
 use crate::api::openai::chat::{ChatBody, engine_request_on_worker};
 use crate::collect::{Outbox, StreamRoom, collect, respond};
@@ -73,7 +74,7 @@ pub(crate) struct MessagesBody {
     /// The form of the answer under its earlier name.
     output_format: Option<Value>,
     /// All other fields.
-    #[serde(flatten)]
+    #[serde(flatten, deserialize_with = "other_fields")]
     rest: Map<String, Value>,
 }
 

@@ -1,10 +1,12 @@
 //! The names of fields in errors. Code that all endpoints share does not know how the endpoint calls its prompt.
 
 use std::borrow::Cow;
+use std::fmt;
 
 use axum::response::{IntoResponse, Response};
+use serde::de::{Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
-use serde_json::json;
+use serde_json::{Map, Value, json};
 use serde_path_to_error::Segment;
 
 use crate::error::{Result, ServerError, wrong};
@@ -48,8 +50,8 @@ pub(crate) fn renamed(error: ServerError, names: &[(&str, &'static str)]) -> Ser
     }
 }
 
-/// Reads a value. An error names the outermost field that is wrong. That is never a name of the client's own: values of
-/// unknown fields are kept as they are.
+/// Reads a value. An error names the outermost field that is wrong. Only that of a field that is given twice may be a
+/// name of the client's own, because values of unknown fields are kept as they are.
 ///
 /// # Errors
 /// The field, or [`ServerError::Body`] if the value as a whole is of a wrong type.
@@ -71,7 +73,45 @@ pub(crate) fn read<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> R
 fn missing_or_twice(problem: &str) -> Option<String> {
     let rest =
         ["missing field `", "duplicate field `"].iter().find_map(|begin| problem.strip_prefix(begin))?;
-    Some(rest.split_once('`')?.0.to_string())
+    // A name of the client's own may contain this character.
+    Some(rest.rsplit_once('`')?.0.to_string())
+}
+
+/// Most bytes of a field's name in an error. No API has a longer one, so a longer one is cut.
+const NAME_BYTES_MAX: usize = 64;
+
+/// Reads the fields of a body or of a message that its type does not declare, such as those of sampling.
+///
+/// # Errors
+/// A field that is given twice, because one of its values would be ignored in silence.
+pub(crate) fn other_fields<'de, D: Deserializer<'de>>(from: D) -> Result<Map<String, Value>, D::Error> {
+    from.deserialize_map(OtherFields)
+}
+
+struct OtherFields;
+
+impl<'de> Visitor<'de> for OtherFields {
+    type Value = Map<String, Value>;
+
+    fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str("fields")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Map<String, Value>, A::Error> {
+        let mut fields = Map::new();
+        while let Some((name, value)) = access.next_entry::<String, Value>()? {
+            if fields.contains_key(&name) {
+                let mut end = name.len().min(NAME_BYTES_MAX);
+                while !name.is_char_boundary(end) {
+                    end -= 1;
+                }
+                // The same message as that about a declared field.
+                return Err(A::Error::custom(format!("duplicate field `{}`", &name[..end])));
+            }
+            fields.insert(name, value);
+        }
+        Ok(fields)
+    }
 }
 
 #[cfg(test)]

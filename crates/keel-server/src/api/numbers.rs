@@ -1,5 +1,5 @@
-//! Whole numbers in requests: counts and ids. As in JSON Schema, `5.0` is one, too, because some clients have only such
-//! numbers.
+//! Numbers in requests. Counts and ids are whole numbers. As in JSON Schema, `5.0` is one, too, because some clients
+//! have only such numbers.
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
@@ -28,6 +28,18 @@ impl<'de, T: TryFrom<i128>> Deserialize<'de> for Whole<T> {
     }
 }
 
+/// Any number. Its type in this program says nothing to a client, so an error does not name it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Real(pub f32);
+
+impl<'de> Deserialize<'de> for Real {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Real, D::Error> {
+        let number = Number::deserialize(deserializer)?;
+        let float = number.as_f64().ok_or_else(|| D::Error::custom(format!("{number} is too large")))?;
+        Ok(Real(float as f32))
+    }
+}
+
 /// Refuses a limit of no tokens.
 ///
 /// # Errors
@@ -46,6 +58,11 @@ where
     T: TryFrom<i128>,
 {
     Ok(Option::<Whole<T>>::deserialize(deserializer)?.map(|Whole(number)| number))
+}
+
+/// Reads a field that is a number or null.
+pub(crate) fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<f32>, D::Error> {
+    Ok(Option::<Real>::deserialize(deserializer)?.map(|Real(number)| number))
 }
 
 /// Reads a list of ids.

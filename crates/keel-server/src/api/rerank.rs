@@ -13,7 +13,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::access::caller::Caller;
-use crate::api::field_names::{EndpointError, about};
+use crate::api::field_names::{EndpointError, about, other_fields};
 use crate::api::numbers::whole_number;
 use crate::api::unsupported;
 use crate::engine::readout::{ReadoutRequest, check_count};
@@ -35,7 +35,7 @@ pub(crate) struct RerankBody {
     return_documents: Option<bool>,
     instruction: Option<String>,
     /// All other fields.
-    #[serde(flatten)]
+    #[serde(flatten, deserialize_with = "other_fields")]
     rest: Map<String, Value>,
 }
 

@@ -8,23 +8,29 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::api::field_names::read;
-use crate::api::numbers::whole_number;
+use crate::api::numbers::{Real, number, whole_number};
 use crate::error::{Result, wrong};
 
 /// The sampling fields of a request.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct SamplingFields {
+    #[serde(default, deserialize_with = "number")]
     pub temperature: Option<f32>,
+    #[serde(default, deserialize_with = "number")]
     pub top_p: Option<f32>,
     #[serde(default, deserialize_with = "whole_number")]
     pub top_k: Option<i64>,
+    #[serde(default, deserialize_with = "number")]
     pub min_p: Option<f32>,
     #[serde(default, deserialize_with = "whole_number")]
     pub seed: Option<i64>,
+    #[serde(default, deserialize_with = "number")]
     pub presence_penalty: Option<f32>,
+    #[serde(default, deserialize_with = "number")]
     pub frequency_penalty: Option<f32>,
+    #[serde(default, deserialize_with = "number")]
     pub repetition_penalty: Option<f32>,
-    pub logit_bias: Option<BTreeMap<String, f32>>,
+    pub logit_bias: Option<BTreeMap<String, Real>>,
     pub ignore_eos: Option<bool>,
 }
 
@@ -86,7 +92,7 @@ impl SamplingFields {
     }
 
     fn biases(&self, vocab: usize) -> Result<Vec<(u32, f32)>> {
-        let bias = |(id, &bias): (&String, &f32)| {
+        let bias = |(id, &Real(bias)): (&String, &Real)| {
             let id = id.parse::<u32>().ok().filter(|&id| (id as usize) < vocab);
             let id = id.ok_or_else(|| wrong("logit_bias", format!("keys are token ids below {vocab}")))?;
             within("logit_bias", bias, -100.0, 100.0)?;

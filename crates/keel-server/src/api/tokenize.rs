@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::access::caller::Caller;
-use crate::api::field_names::{EndpointError, about};
+use crate::api::field_names::{EndpointError, about, other_fields};
 use crate::api::numbers::ids;
 use crate::api::unsupported;
 use crate::error::{Result, wrong};
@@ -29,7 +29,7 @@ pub(crate) struct TokenizeBody {
     pub add_special_tokens: bool,
     model: Option<String>,
     /// All other fields.
-    #[serde(flatten)]
+    #[serde(flatten, deserialize_with = "other_fields")]
     rest: Map<String, Value>,
 }
 

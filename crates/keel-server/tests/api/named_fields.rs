@@ -90,9 +90,6 @@ fn a_refused_field_is_the_param_of_the_error() {
         assert_eq!(error["param"], param, "{path} {param}: {error}");
     }
     assert_eq!(refused(&server, CHAT, &json!({"max_tokens": 2}))["param"], "messages", "it is missing");
-    let twice = br#"{"prompt": "a", "prompt": "b"}"#;
-    let twice = request(server.address, "POST", TEXT, &[], twice).json();
-    assert_eq!(twice["error"]["param"], "prompt", "{twice}");
     for (more, field) in [
         (json!({"max_tokens": 0}), "max_tokens: "),
         (json!({"system": 5}), "system: "),
@@ -105,6 +102,58 @@ fn a_refused_field_is_the_param_of_the_error() {
     ] {
         let error = refused(&server, MESSAGES, &body(MESSAGES, more));
         assert!(error["message"].as_str().is_some_and(|message| message.starts_with(field)), "{error}");
+    }
+    server.assert_all_is_back();
+}
+
+/// Of two values one would be ignored in silence.
+#[test]
+fn a_field_that_is_given_twice_is_refused() {
+    let server = Running::start();
+    for (path, field) in [
+        (TEXT, "prompt"),
+        (TEXT, "temperature"),
+        (TEXT, "best_of"),
+        (TEXT, "a name `of` its own"),
+        (CHAT, "top_p"),
+        (CHAT, "seed"),
+        (RESPONSES, "temperature"),
+        (RESPONSES, "tools"),
+        (MESSAGES, "top_k"),
+        ("/v1/messages/count_tokens", "top_k"),
+        ("/v1/embeddings", "user"),
+        ("/v1/rerank", "user"),
+        ("/tokenize", "with_pieces"),
+    ] {
+        let valid = match path {
+            "/tokenize" => json!({"text": "a"}),
+            "/v1/messages/count_tokens" => body(MESSAGES, json!({})),
+            path => body(path, json!({})),
+        };
+        let valid = valid.to_string();
+        let fields = valid.strip_suffix('}').expect("an object");
+        let twice = format!("{fields}, \"{field}\": null, \"a\": 1, \"{field}\": null}}");
+        let reply = request(server.address, "POST", path, &[], twice.as_bytes());
+        let error = reply.json()["error"].clone();
+        let expected = format!("{field}: duplicate field `{field}`");
+        let is_named = error["message"].as_str().is_some_and(|message| message.starts_with(&expected));
+        assert!(reply.status == 400 && is_named, "{path} {twice}: {error}");
+        assert!(path.starts_with(MESSAGES) || error["param"] == field, "{path} {field}: {error}");
+    }
+    let message = r#"{"role": "user", "content": "a", "name": "b", "name": "c"}"#;
+    let twice = format!("{{\"messages\": [{message}]}}");
+    let error = request(server.address, "POST", CHAT, &[], twice.as_bytes()).json()["error"].clone();
+    let is_named = error["message"].as_str().is_some_and(|text| text.contains("duplicate field `name`"));
+    assert!(is_named && error["param"] == "messages", "{error}");
+    // A long name is cut, between characters.
+    for (long, cut) in [
+        ("x".repeat(1000), "x".repeat(64)),
+        (format!("x{}", "\u{e9}".repeat(500)), format!("x{}", "\u{e9}".repeat(31))),
+    ] {
+        let twice = format!("{{\"prompt\": \"a\", \"{long}\": 1, \"{long}\": 2}}");
+        let reply = request(server.address, "POST", TEXT, &[], twice.as_bytes());
+        assert!(reply.status == 400 && !reply.body.contains(&long), "{}", reply.body);
+        assert_eq!(reply.json()["error"]["param"], cut, "{}", reply.body);
     }
     server.assert_all_is_back();
 }
@@ -140,6 +189,36 @@ fn a_wrong_type_is_told_what_the_field_takes() {
         assert!(message.contains(expected), "{path} {body}: {message}");
         assert!(!message.contains("untagged enum") && !message.contains(" struct "), "{message}");
     }
+}
+
+/// The refusal comes before the request waits for a step.
+#[test]
+fn a_sampling_field_of_a_wrong_type_is_named_with_the_type_that_it_takes() {
+    let server = Running::start();
+    let reals =
+        ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"];
+    let texts = reals.map(|field| (field, json!("hot"), "expected a JSON number"));
+    let others = [
+        ("temperature", json!([1]), "expected a JSON number"),
+        ("temperature", json!(true), "expected a JSON number"),
+        ("top_k", json!("5"), "expected a JSON number"),
+        ("seed", json!({}), "expected a JSON number"),
+        ("seed", json!(0.5), "expected a whole number"),
+        ("logit_bias", json!({"5": "x"}), "expected a JSON number"),
+        ("logit_bias", json!([5]), "expected a map"),
+        ("ignore_eos", json!("yes"), "expected a boolean"),
+    ];
+    for (field, value, expected) in texts.into_iter().chain(others) {
+        for path in [CHAT, TEXT, RESPONSES, MESSAGES] {
+            let error = refused(&server, path, &body(path, json!({ field: value })));
+            let message = error["message"].as_str().expect("a message");
+            let is_named = message.starts_with(&format!("{field}: ")) && message.contains(expected);
+            assert!(is_named, "{path} {field} {value}: {message}");
+        }
+    }
+    let metrics = server.get("/metrics").body;
+    assert!(metrics.contains("keel_prompt_tokens_total 0\n"), "{metrics}");
+    server.assert_all_is_back();
 }
 
 /// Fields that llama.cpp and vLLM take, and that would be ignored here.

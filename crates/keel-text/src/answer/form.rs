@@ -16,6 +16,9 @@ pub struct AnswerForm {
     pub tools: Vec<Value>,
     /// A grammar allows calls only between markers. A JSON value is then a value, also if it looks like a call.
     pub marked_calls: bool,
+    /// The texts before and after calls are joined. Text after calls then begins with a line break, if one came since
+    /// the text before them. Without this, white space around calls is dropped.
+    pub joins_texts: bool,
 }
 
 impl AnswerForm {
@@ -31,6 +34,7 @@ impl AnswerForm {
             begins_in_reasoning: ReasoningMarkers::begun_at_end(tail).filter(fits),
             tools,
             marked_calls: has_grammar,
+            joins_texts: false,
         }
     }
 

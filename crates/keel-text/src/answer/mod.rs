@@ -31,8 +31,8 @@ mod tests;
 mod value;
 
 pub use form::{AnswerForm, ReasoningMarkers};
-use markers::{CALLS, Markers, REASONING, find_begin, overlap, overlap_with_begin};
-use reader::{Call, End, Reading, read_from};
+use markers::{CALLS, FUNCTOOLS, Markers, REASONING, find_begin, overlap, overlap_with_begin};
+use reader::{Call, End, Reading, after_brackets, after_name, read_from};
 use value::read_value;
 
 /// Bounds the memory for a call that never ends.
@@ -73,20 +73,24 @@ enum State {
     Text,
     /// After a call without its begin marker. This end marker may follow.
     Closer(&'static str),
-    /// In a JSON value that is no call, at the begin of the answer or after a begin marker. A marker in one of its
-    /// strings is text. `inside`: in a string.
+    /// In a JSON value that is no call, at the begin of the answer, after a begin marker, or after a name there. A
+    /// marker in one of its strings is text. `inside`: in a string.
     Value {
         inside: bool,
     },
 }
 
 impl State {
-    /// The state after a begin marker that is only mentioned. `text` comes next.
-    fn after_mention(text: &str) -> State {
+    /// The state after the begin marker of `markers` that is only mentioned, or at the begin of an answer. `text` comes
+    /// next.
+    fn after_mention(text: &str, markers: Option<Markers>) -> State {
         let text = text.trim_ascii_start();
-        let object = text.strip_prefix('[').unwrap_or(text).trim_ascii_start();
+        let list = text.strip_prefix(FUNCTOOLS).or_else(|| text.strip_prefix('[')).map(str::trim_ascii_start);
+        let is_list = list.is_some_and(|list| after_brackets(list).starts_with(['"', '{']));
+        let object = list.unwrap_or(text);
+        let object = if markers.is_some() { after_name(object) } else { object };
         // What begins otherwise may be a sentence. A quote in it begins no JSON string.
-        if object.starts_with('{') { State::Value { inside: false } } else { State::Text }
+        if is_list || object.starts_with('{') { State::Value { inside: false } } else { State::Text }
     }
 }
 
@@ -115,6 +119,10 @@ pub struct AnswerParser {
     at_start: bool,
     /// Text or reasoning came since the answer began, or since its last call.
     has_spoken: bool,
+    /// Text came since the answer began.
+    has_text: bool,
+    /// A line break was dropped around calls since the last text. The next text begins with it.
+    owes_line: bool,
     /// Number of bytes that were read, also if more than once, without `reread`.
     #[cfg(test)]
     work: usize,
@@ -136,6 +144,8 @@ impl AnswerParser {
             decided: 0,
             reread: 0,
             has_spoken: false,
+            has_text: false,
+            owes_line: false,
             #[cfg(test)]
             work: 0,
         }
@@ -333,6 +343,7 @@ impl AnswerParser {
             }
             Reading::Calls(calls, taken) => {
                 self.emit(before, parts);
+                self.note_gap(&text[before.len()..at]);
                 self.emit_calls(calls, parts);
                 self.state = markers.and_then(Markers::closer).map_or(State::Text, State::Closer);
                 (at + taken, true)
@@ -348,7 +359,8 @@ impl AnswerParser {
                     && taken == markers.map_or(0, |markers| markers.begin.len());
                 let taken = if taken == 0 { 0 } else { at + taken };
                 self.emit(&text[..taken], parts);
-                self.state = if is_mention { State::after_mention(&text[taken..]) } else { State::Text };
+                self.state =
+                    if is_mention { State::after_mention(&text[taken..], markers) } else { State::Text };
                 (taken, true)
             }
         }
@@ -356,19 +368,29 @@ impl AnswerParser {
 
     fn emit_calls(&mut self, calls: Vec<Call>, parts: &mut Vec<AnswerPart>) {
         (self.at_start, self.has_spoken) = (true, false);
-        parts.extend(calls.into_iter().map(|(name, arguments)| AnswerPart::ToolCall { name, arguments }));
+        let part = |Call { name, arguments }| AnswerPart::ToolCall { name, arguments };
+        parts.extend(calls.into_iter().map(part));
     }
 
     fn emit(&mut self, text: &str, parts: &mut Vec<AnswerPart>) {
-        let text = if self.at_start { text.trim_start() } else { text };
-        if text.is_empty() {
+        let kept = if self.at_start { text.trim_start() } else { text };
+        self.note_gap(&text[..text.len() - kept.len()]);
+        if kept.is_empty() {
             return;
         }
         (self.at_start, self.has_spoken) = (false, true);
-        parts.push(match self.state {
-            State::Reasoning(_) => AnswerPart::Reasoning(text.into()),
-            _ => AnswerPart::Text(text.into()),
-        });
+        if let State::Reasoning(_) = self.state {
+            parts.push(AnswerPart::Reasoning(kept.into()));
+            return;
+        }
+        self.has_text = true;
+        let line_break = if std::mem::take(&mut self.owes_line) { "\n" } else { "" };
+        parts.push(AnswerPart::Text(format!("{line_break}{kept}")));
+    }
+
+    /// Notes white space that is dropped before or after calls.
+    fn note_gap(&mut self, gap: &str) {
+        self.owes_line |= self.form.joins_texts && self.has_text && gap.contains('\n');
     }
 }
 

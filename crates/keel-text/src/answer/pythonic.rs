@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Number, Value};
 
-use super::reader::{Read, Reader, Stop};
+use super::reader::{Read, Reader, Stop, is_of_name};
 
 /// Largest nesting depth of values.
 const DEPTH_MAX: usize = 64;
@@ -12,9 +12,19 @@ impl Reader<'_> {
     pub(super) fn python_arguments(&mut self) -> Read<Map<String, Value>> {
         let mut arguments = Map::new();
         while !self.take(")")? {
-            let key = self.identifier()?.to_string();
-            self.expect("=")?;
-            arguments.insert(key, self.python_value(0)?);
+            let first = self.next().chars().next().ok_or(Stop::Open)?;
+            let key = if is_of_name(first) { Some(self.identifier()?) } else { None };
+            match key {
+                Some(key) if self.take("=")? => {
+                    arguments.insert(key.to_string(), self.python_value(0)?);
+                }
+                // A value without a key. No tool takes it.
+                Some(_) => self.is_text = true,
+                None => {
+                    self.is_text = true;
+                    self.python_value(0)?;
+                }
+            }
             self.separator(")")?;
         }
         Ok(arguments)
@@ -125,11 +135,22 @@ fn escape<'a>(rest: &'a str, text: &mut String) -> Read<&'a str> {
         _ => 0,
     };
     if digits > 0 {
-        let end = if rest.len() > digits { Stop::Wrong } else { Stop::Open };
-        let code = rest.get(1..1 + digits).ok_or(end)?;
-        let code = u32::from_str_radix(code, 16).ok().and_then(char::from_u32);
-        text.push(code.ok_or(Stop::Wrong)?);
-        return Ok(&rest[1 + digits..]);
+        let code = hex(chars.as_str(), digits)?;
+        let after = &chars.as_str()[digits..];
+        if let 0xd800..0xdc00 = code
+            && let Some(low) = low_surrogate(after)?
+        {
+            text.extend(char::from_u32(0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00)));
+            return Ok(&after[LOW_SURROGATE_BYTES..]);
+        }
+        // A surrogate without its other half is no character.
+        let is_half = (0xd800..0xe000).contains(&code);
+        text.push(if is_half {
+            char::REPLACEMENT_CHARACTER
+        } else {
+            char::from_u32(code).ok_or(Stop::Wrong)?
+        });
+        return Ok(after);
     }
     match c {
         'n' => text.push('\n'),
@@ -146,6 +167,27 @@ fn escape<'a>(rest: &'a str, text: &mut String) -> Read<&'a str> {
     Ok(chars.as_str())
 }
 
+/// Number of bytes of an escape such as `\ude00`.
+const LOW_SURROGATE_BYTES: usize = 6;
+
+/// The low surrogate whose escape comes next, as in JSON. It is the second half of a character.
+fn low_surrogate(text: &str) -> Read<Option<u32>> {
+    let Some(digits) = text.strip_prefix("\\u") else {
+        return if "\\u".starts_with(text) { Err(Stop::Open) } else { Ok(None) };
+    };
+    match hex(digits, 4) {
+        Ok(code) => Ok(Some(code).filter(|code| (0xdc00..0xe000).contains(code))),
+        Err(Stop::Wrong) => Ok(None),
+        Err(stop) => Err(stop),
+    }
+}
+
+/// Reads this number of hexadecimal digits.
+fn hex(text: &str, digits: usize) -> Read<u32> {
+    let end = if text.len() >= digits { Stop::Wrong } else { Stop::Open };
+    u32::from_str_radix(text.get(..digits).ok_or(end)?, 16).map_err(|_| Stop::Wrong)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -158,7 +200,7 @@ mod tests {
         let text = format!("{}{text}", TOOL_CALL.begin);
         let Reading::Calls(calls, _) = read(&text, Some(TOOL_CALL), &tools, End::Whole) else { return None };
         let arguments = |text: &str| -> Value { serde_json::from_str(text).expect("JSON") };
-        Some(calls.iter().map(|(name, text)| json!([name, arguments(text)])).collect())
+        Some(calls.iter().map(|call| json!([call.name, arguments(&call.arguments)])).collect())
     }
 
     #[test]
@@ -173,6 +215,34 @@ mod tests {
         assert_eq!(one(text), Some(expected));
         assert_eq!(one("[f(a='''x'y\"z'''), g()]"), Some(json!([["f", {"a": "x'y\"z"}], ["g", {}]])));
         assert_eq!(one("f(a='b' \"c\", d='\\d')"), Some(json!([["f", {"a": "bc", "d": "\\d"}]])));
+    }
+
+    /// Models write characters outside the basic plane as JSON does.
+    #[test]
+    fn halves_of_a_surrogate_pair_are_one_character() {
+        for (string, expected) in [
+            (r"\ud83d\ude00", "\u{1f600}"),
+            (r"a\uD83D\uDE00\n", "a\u{1f600}\n"),
+            (r"\U0001f600", "\u{1f600}"),
+            // A half alone.
+            (r"\ud83d", "\u{fffd}"),
+            (r"\ude00b", "\u{fffd}b"),
+            (r"\ud83d\n", "\u{fffd}\n"),
+            (r"\ud83d\u00e9", "\u{fffd}\u{e9}"),
+            (r"\ud83d\ud83d\ude00", "\u{fffd}\u{1f600}"),
+            (r"\U0000d83d", "\u{fffd}"),
+        ] {
+            assert_eq!(one(&format!("f(a=\"{string}\")")), Some(json!([["f", {"a": expected}]])), "{string}");
+        }
+        for wrong in ["\\ud83d\\u12", "\\ud83d\\u1\u{e9}\u{e9}", "\\U00110000", "\\ud8"] {
+            assert_eq!(one(&format!("f(a=\"{wrong}\")")), None, "{wrong}");
+        }
+        // An escape that is not whole yet decides nothing.
+        let text = format!("{}f(a=\"\\ud83d\\ude00\")", TOOL_CALL.begin);
+        for end in TOOL_CALL.begin.len()..text.len() {
+            let reading = read(&text[..end], Some(TOOL_CALL), &[json!({"name": "f"})], End::More);
+            assert_eq!(reading, Reading::Open, "{}", &text[..end]);
+        }
     }
 
     #[test]

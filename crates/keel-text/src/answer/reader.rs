@@ -22,8 +22,13 @@ use super::markers::{
 };
 use super::schema::typed;
 
-/// Name and arguments. The arguments are a JSON object as text.
-pub(super) type Call = (String, String);
+/// A call of a tool.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Call {
+    pub name: String,
+    /// A JSON object as text.
+    pub arguments: String,
+}
 
 /// What comes after a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,16 +77,17 @@ pub(super) fn read_from(text: &str, markers: Option<Markers>, tools: &[Value], e
         end,
         calls: Vec::new(),
         in_tags: false,
-        is_unknown: false,
+        is_text: false,
         whole: begin,
     };
     let result = reader.calls();
-    let Reader { at, calls, in_tags, is_unknown, whole, .. } = reader;
+    let Reader { at, calls, in_tags, is_text, whole, .. } = reader;
     let reading = match result {
-        Ok(()) if is_unknown => Reading::Text(at),
+        Ok(()) if is_text => Reading::Text(text[..at].trim_ascii_end().len()),
         Ok(()) => Reading::Calls(calls, at),
         Err(Stop::Open | Stop::Unnamed) if end == End::More => Reading::Open,
-        Err(Stop::Open) if end == End::Cut && !is_unknown => Reading::Calls(calls, text.len()),
+        Err(Stop::Open | Stop::Unnamed) if end == End::Cut && is_text => Reading::Text(text.len()),
+        Err(Stop::Open) if end == End::Cut => Reading::Calls(calls, text.len()),
         Err(Stop::Unnamed) if end == End::Cut && !calls.is_empty() => Reading::Calls(calls, text.len()),
         // A marker inside a call in tags begins no call.
         Err(Stop::Wrong) if in_tags => Reading::Text(at),
@@ -115,6 +121,31 @@ pub(super) fn is_of_name(c: char) -> bool {
     c.is_alphanumeric() || "_-.".contains(c)
 }
 
+/// Most bytes of the name of a tool that was not offered. A longer one is text without spaces, such as Chinese.
+pub(super) const NAME_BYTES_MAX: usize = 64;
+
+/// The text after a name and what Mistral writes between the name and the arguments. Any of these may be missing. An id
+/// has at least one character. A text that is too long for a name is returned whole.
+pub(super) fn after_name(text: &str) -> &str {
+    fn after_word(text: &str) -> &str {
+        text.trim_start_matches(is_of_name).trim_ascii_start()
+    }
+    if text.find(|c: char| !is_of_name(c)).unwrap_or(text.len()) > NAME_BYTES_MAX {
+        return text;
+    }
+    let rest = after_word(text);
+    let rest = match rest.strip_prefix(MISTRAL_ID).map(str::trim_ascii_start) {
+        Some(id) if id.starts_with(is_of_name) => after_word(id),
+        _ => rest,
+    };
+    rest.strip_prefix(MISTRAL_ARGUMENTS).unwrap_or(rest).trim_ascii_start()
+}
+
+/// The text after the brackets at its begin.
+pub(super) fn after_brackets(text: &str) -> &str {
+    text.trim_start_matches(|c: char| c == '[' || c.is_ascii_whitespace())
+}
+
 /// Whether `text` begins with `word`, or is a part of it that may grow.
 pub(super) fn fits(text: &str, word: &str) -> bool {
     text.starts_with(word) || word.starts_with(text)
@@ -132,9 +163,10 @@ pub(super) struct Reader<'a> {
     pub calls: Vec<Call>,
     /// A call in tags has begun.
     pub in_tags: bool,
-    /// One of the calls, in tags, is that of a tool that was not offered.
-    pub is_unknown: bool,
-    /// Number of bytes that begin no other call if these are none: the begin marker, and Mistral's calls after it.
+    /// One of the calls is that of a tool that was not offered, or has an argument without a key. All of them are text,
+    /// and a marker inside them begins no call.
+    pub is_text: bool,
+    /// Number of bytes that begin no other call if these are none: the begin marker, and calls that begin with a name.
     pub whole: usize,
 }
 
@@ -199,6 +231,10 @@ impl<'a> Reader<'a> {
     fn lists(&mut self) -> Read<()> {
         loop {
             if !self.calls.is_empty() {
+                // Without an end marker each of these is on its own, so what follows may be a call.
+                if self.is_text && self.outer_end().is_none() {
+                    return Ok(());
+                }
                 let is_mistral = self.markers.is_some_and(|markers| markers.begin == MISTRAL);
                 self.whole = if is_mistral { self.at } else { self.whole };
                 if self.ends()? {
@@ -236,6 +272,10 @@ impl<'a> Reader<'a> {
         if self.next().starts_with('{') {
             return self.object();
         }
+        // A list in a list is no call. Its first element shows whether it is JSON.
+        if self.end != End::Whole && self.rest().starts_with('[') && after_brackets(self.rest()).is_empty() {
+            return Err(Stop::Unnamed);
+        }
         if self.markers.is_some() && self.comes(&[FUNCTION.begin])? {
             return self.function();
         }
@@ -245,19 +285,35 @@ impl<'a> Reader<'a> {
         {
             return Err(Stop::Open);
         }
-        let longest = names(tools).filter(|name| rest.starts_with(name)).max_by_key(|name| name.len());
-        let name = longest.ok_or_else(|| self.stop())?;
-        self.at += name.len();
+        let comes =
+            |name: &&str| rest.strip_prefix(*name).is_some_and(|after| !after.starts_with(is_of_name));
+        let name = match names(tools).filter(comes).max_by_key(|name| name.len()) {
+            Some(name) => {
+                self.at += name.len();
+                name
+            }
+            None if self.markers.is_some() => {
+                let name = self.identifier()?;
+                if name.len() > NAME_BYTES_MAX {
+                    return Err(Stop::Wrong);
+                }
+                self.is_text = true;
+                name
+            }
+            None => return Err(self.stop()),
+        };
         let arguments = self.arguments(name)?;
         self.push(name, arguments);
+        self.whole = self.at;
         Ok(())
     }
 
     pub fn push(&mut self, name: &str, arguments: Map<String, Value>) {
-        self.calls.push((name.to_string(), Value::Object(arguments).to_string()));
+        let arguments = Value::Object(arguments).to_string();
+        self.calls.push(Call { name: name.to_string(), arguments });
     }
 
-    /// Reads the arguments after the name of a tool.
+    /// Reads the arguments after a name.
     fn arguments(&mut self, name: &str) -> Read<Map<String, Value>> {
         let from = self.at;
         self.next();
@@ -271,7 +327,14 @@ impl<'a> Reader<'a> {
             return Ok(Map::new());
         }
         if self.take("(")? {
-            return self.python_arguments();
+            let from = self.at;
+            let result = self.python_arguments();
+            // The strings that were read hide markers. One that contains the end of the call may lack its quote. So may
+            // one that contains the begin of a next call, where calls have no end.
+            let outer = self.outer_end().or(self.markers.map(|markers| markers.begin));
+            let hides_end = outer.is_some_and(|marker| self.text[from..self.at].contains(marker));
+            self.whole = if result.is_err() && !hides_end { self.at } else { self.whole };
+            return result;
         }
         if self.take(KEY)? {
             return self.keys(name);

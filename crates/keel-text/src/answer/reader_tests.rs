@@ -34,20 +34,24 @@ fn text_after_a_marker_is_a_call_or_a_mention() {
         (FUNCTION, "weather>\n</function>"),
         // It was not offered.
         (FUNCTION, "save>\n<parameter=text>"),
+        (TOOL_CALL, " save(text="),
+        (TOOL_CALL, "save(1"),
+        (TOOL_CALL, "save\n<arg_key>text"),
+        (TOOL_CALL, "save[CALL_ID]a[ARGS]{"),
     ] {
         for end in 0..=text.len() {
             assert!(may_be_marked_call(markers, &text[..end], &tools), "{}", &text[..end]);
         }
     }
     for (markers, text) in [
-        (TOOL_CALL, " tags"),
+        (TOOL_CALL, " tags,"),
         (TOOL_CALL, "[sic]"),
         (TOOL_CALL, "weather is"),
         (TOOL_CALL, "weather (see below"),
         (TOOL_CALL, "weather (="),
         (TOOL_CALL, "weather [1"),
         (TOOL_CALL, "weather <b"),
-        (TOOL_CALL, "weathers"),
+        (TOOL_CALL, "weathers,"),
         (TOOL_CALL, "{name"),
         (TOOL_CALL, "{}"),
         (TOOL_CALL, "{\"name\": \"weathers"),

@@ -38,6 +38,8 @@ fn a_malformed_call_holds_back_no_text() {
     for begin in [
         "<tool_call>{\"name\": \"weather\", \"arguments\": {\"city\": Bern}}</tool_call>",
         "[TOOL_CALLS]weather[ARGS]{\"city\": \"Bern\"]",
+        "[TOOL_CALLS]save[ARGS]{\"city\": \"Bern\"} note(",
+        "<|python_tag|>print(\"a\")\nprint(\"b\")\nprint(",
         "<tool_call><function=weather>Bern</function>",
         "<function_calls>weather(city=Bern)",
         "{\"name\": \"weather\", \"arguments\": {}} is a call, and",
@@ -45,6 +47,18 @@ fn a_malformed_call_holds_back_no_text() {
     ] {
         let answer = format!("{begin} text");
         let (parser, parts) = parser_after(&form(), &answer, 1);
+        let texts = parts.iter().map(|part| if let AnswerPart::Text(text) = part { text } else { "" });
+        assert_eq!((texts.collect::<String>(), parser.held.len()), (answer, 0));
+    }
+}
+
+/// A text without spaces is no name, if it is too long for one.
+#[test]
+fn text_without_spaces_comes_at_once_after_a_mention() {
+    for marker in ["<tool_call>", "[TOOL_CALLS]", "<function=", "<tool_call><function="] {
+        let answer = format!("{marker}{}", "\u{5b57}".repeat(30));
+        let (mut parser, mut parts) = (AnswerParser::new(form()), Vec::new());
+        answer.chars().for_each(|c| parser.push(&c.to_string(), &mut parts));
         let texts = parts.iter().map(|part| if let AnswerPart::Text(text) = part { text } else { "" });
         assert_eq!((texts.collect::<String>(), parser.held.len()), (answer, 0));
     }

@@ -18,8 +18,13 @@
 use serde_json::{Map, Value};
 
 use super::markers::{FUNCTION, FUNCTION_END, Markers, PARAMETER, PARAMETER_END, TOOL_CALL};
-use super::reader::{End, Read, Reader, Stop, find, fits, is_of_name, names};
+use super::reader::{End, NAME_BYTES_MAX, Read, Reader, Stop, find, fits, is_of_name, names};
 use super::schema::typed;
+
+/// Whether this may be the name of a tool that was not offered, or a part of it.
+fn is_name(text: &str) -> bool {
+    text.len() <= NAME_BYTES_MAX && text.chars().all(is_of_name)
+}
 
 impl<'a> Reader<'a> {
     /// Reads a function. One that was not offered counts, too, if a parameter follows on a new line. So a marker inside
@@ -31,16 +36,15 @@ impl<'a> Reader<'a> {
         let name =
             self.tag_end().map_err(|stop| match names(self.tools).any(|name| name.starts_with(rest)) {
                 true => stop,
-                false if rest.chars().all(is_of_name) => stop.if_open(Stop::Unnamed),
+                false if is_name(rest) => stop.if_open(Stop::Unnamed),
                 false => Stop::Wrong,
             })?;
         let tool = find(self.tools, name);
         if tool.is_none() {
-            self.is_unknown = true;
-            let is_name = name.chars().all(is_of_name);
+            self.is_text = true;
             // The tag ends before what is not of a name, however much of it has come.
-            self.at -= if is_name { 0 } else { name.len() + 1 };
-            if !is_name || !fits(self.rest(), &format!("\n{PARAMETER}")) {
+            self.at -= if is_name(name) { 0 } else { name.len() + 1 };
+            if !is_name(name) || !fits(self.rest(), &format!("\n{PARAMETER}")) {
                 return Err(Stop::Wrong);
             }
         }

@@ -383,8 +383,8 @@ fn values_and_sentences_are_streamed_with_tools() {
         ("Use <function=NAME> so", "Use <function=NAME> so"),
         ("Use <function=weather> so", "Use <function=weather> so"),
         (
-            "Use <tool_call> and [TOOL_CALLS] or <|python_tag|> so",
-            "Use <tool_call> and [TOOL_CALLS] or <|python_tag|> so",
+            "Use <tool_call> and [TOOL_CALLS] or <|python_tag|> so,",
+            "Use <tool_call> and [TOOL_CALLS] or <|python_tag|> so,",
         ),
         ("a <tool_call>[sic] b", "a <tool_call>[sic] b"),
         ("a <tool_call>weather (see below) b", "a <tool_call>weather (see below) b"),

@@ -54,6 +54,7 @@ pub fn exercise_answer(data: &[u8]) -> bool {
         begins_in_reasoning: ReasoningMarkers::begun_at_end(begun).filter(|_| kind & 4 != 0),
         tools,
         marked_calls: kind & 8 != 0,
+        joins_texts: kind & 32 != 0,
     };
     let whole = parts(&form, &[&text], false);
     let cut = parts(&form, &[&text], true);

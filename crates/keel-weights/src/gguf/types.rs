@@ -60,6 +60,11 @@ const NOT_READ: [(u32, &str); 16] = [
 ];
 
 impl GgmlType {
+    /// All types that are read here.
+    pub(crate) fn all() -> impl Iterator<Item = GgmlType> {
+        TYPES.into_iter().map(|(_, kind)| kind)
+    }
+
     /// The type with this number in files; `None` for a type that is not read here.
     pub(super) fn from_id(id: u32) -> Option<GgmlType> {
         TYPES.iter().find(|(number, _)| *number == id).map(|(_, kind)| *kind)
@@ -76,7 +81,7 @@ impl GgmlType {
 
     /// The type with this name in file descriptions: `Q4_K`, `f16`.
     pub fn from_name(name: &str) -> Option<GgmlType> {
-        TYPES.iter().map(|(_, kind)| *kind).find(|kind| kind.to_string().eq_ignore_ascii_case(name))
+        GgmlType::all().find(|kind| kind.to_string().eq_ignore_ascii_case(name))
     }
 
     /// A type that is not read here, in words: its number, and its name if it is known.

@@ -88,6 +88,11 @@ pub fn is_written(kind: GgmlType) -> bool {
     }
 }
 
+/// The types that [`write_gguf`] can write.
+pub fn written_types() -> impl Iterator<Item = GgmlType> {
+    GgmlType::all().filter(|&kind| is_written(kind))
+}
+
 /// Whether a tensor is a matrix, or a stack, whose values may be rounded.
 fn can_be_blocks(spec: &TensorSpec) -> bool {
     let kept =

@@ -8,7 +8,7 @@ mod run;
 mod source;
 
 pub use experts::expert_of;
-pub use gguf::{GgufRecipe, is_written, metadata_of, write_gguf};
+pub use gguf::{GgufRecipe, is_written, metadata_of, write_gguf, written_types};
 pub use recipe::QuantizeRecipe;
 pub use run::{
     QuantizeProgress, QuantizeReport, SafetensorsForm, copy_side_files, quantize_checkpoint, write_config,

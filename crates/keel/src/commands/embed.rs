@@ -141,7 +141,9 @@ fn texts(args: &EmbedArgs) -> Result<Vec<String>> {
         read(&mut stdin().lock(), "standard input")?;
     }
     if texts.is_empty() {
-        bail!("there are no texts");
+        bail!(
+            "there are no texts: give them as arguments, in files (--file), or on standard input, one a line"
+        );
     }
     Ok(texts)
 }

@@ -10,6 +10,7 @@ use keel_engine::{EngineOptions, PREFILL_GRID};
 use serde_json::json;
 
 use crate::args::{DeviceArgs, EngineArgs, ModelArgs, count};
+use crate::failure::usage;
 use crate::session::{Session, check_ids};
 use crate::{input, output, progress, source};
 use evenkeel::ModelText;
@@ -61,7 +62,8 @@ struct Score {
 /// Runs the command.
 pub fn run(args: &EvalArgs) -> Result<()> {
     if args.window == 0 || !args.window.is_multiple_of(2 * PREFILL_GRID) {
-        bail!("--window {} is not a positive multiple of {}", args.window, 2 * PREFILL_GRID);
+        let reason = format!("--window {} is not a positive multiple of {}", args.window, 2 * PREFILL_GRID);
+        return Err(usage(reason));
     }
     let scored = input::text_of(&args.perplexity, input::TEXTS_BYTES_MAX).context("--perplexity")?;
     let model = args.model.open()?;
@@ -103,7 +105,11 @@ fn windows<'i>(args: &EvalArgs, ids: &'i [u32]) -> Result<Vec<&'i [u32]>> {
     let most = args.windows.unwrap_or(usize::MAX);
     let windows: Vec<&[u32]> = ids.chunks_exact(args.window).take(most).collect();
     if windows.is_empty() {
-        bail!("the text has {} tokens, less than one window of {}", ids.len(), args.window);
+        bail!(
+            "the text has {} tokens, less than one window of {}: take a longer text, or a smaller --window",
+            ids.len(),
+            args.window
+        );
     }
     Ok(windows)
 }

@@ -328,7 +328,7 @@ impl Line {
 
     fn what(&self) -> String {
         format!(
-            "the least, {} weights, {} bits of keys and values, {} sequence(s) and a context of {},",
+            "the least (weights: {}; keys and values: {} bits; {} sequence(s); a context of {})",
             self.weights,
             bits_of(self.kv),
             self.options.sequences,

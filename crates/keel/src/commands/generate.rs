@@ -5,7 +5,9 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use keel_engine::{Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, TokenIterator};
+use keel_engine::{
+    EarlySteps, Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, TokenIterator,
+};
 use keel_text::{ChatTemplate, GenerationDefaults, Message};
 use serde_json::json;
 
@@ -31,6 +33,7 @@ use evenkeel::{ModelText, TextStream};
 /// continues the text. The built-in model continues the text; with --chat it answers. Only the text goes to standard
 /// output. Speed and memory go to standard error.
 #[derive(Debug, Args)]
+#[command(mut_arg("speculate_optimistic", |arg| arg.conflicts_with_all(["schema", "grammar", "one_by_one"])))]
 pub struct GenerateArgs {
     #[command(flatten)]
     prompt: PromptArgs,
@@ -105,11 +108,14 @@ impl RunSettings {
             }
         };
         if form.is_some() && args.speculate.is_asked_for() {
-            return Err(usage("--speculate: a text that follows a schema or a grammar makes no drafts"));
+            return Err(usage(
+                "--speculate: a text that follows a schema or a grammar makes no drafts; use --speculate off",
+            ));
         }
         if args.one_by_one && args.speculate.is_asked_for() {
             return Err(usage(
-                "--speculate: the multi-token-prediction head needs prefill, which --one-by-one does not run",
+                "--speculate: the multi-token-prediction head needs prefill, which --one-by-one does not run; use \
+                 --speculate off",
             ));
         }
         let speculation = args.speculate.for_model(model, &args.device, &args.sampling)?;
@@ -160,7 +166,8 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
     let vision = prompt.pictures.as_ref().and_then(Prepared::vision_options);
     let mut settings = RunSettings::new(args, &model, text.as_ref(), &prompt)?;
     let how = &mut settings.how.options;
-    let options = EngineOptions { context, vision, ..args.engine.options() };
+    let early_steps = EarlySteps::Prompt(prompt.ids.len());
+    let options = EngineOptions { context, vision, early_steps, ..args.engine.options() };
     let ResolvedOptions { options, speculation } =
         PlacedModel::new(&args.device, &*model.parameters(), &model.json)
             .resolve_drafting(options, how.speculation)?;

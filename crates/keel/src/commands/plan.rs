@@ -45,8 +45,8 @@ pub struct PlanArgs {
     #[arg(long)]
     serve: bool,
     /// Sequences at once, as in `keel bench`. For a server use --sequences.
-    #[arg(long, short, value_name = "B")]
-    batch: Option<usize>,
+    #[arg(long, short, value_name = "B", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    batch: Option<u16>,
     /// Print the longest context (for the batch) and the largest batch (for the context) that fit in this number of
     /// bytes.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
@@ -91,7 +91,7 @@ pub fn run(args: &PlanArgs, verbose: bool) -> Result<()> {
     }
     let context = memory.context.unwrap_or(subject.config.context_max.min(CONTEXT_DEFAULT));
     let context = context_for(&subject.config, context).context("--context")?;
-    let sequences = args.batch.unwrap_or(1);
+    let sequences = args.batch.map_or(1, usize::from);
     let speculation = args.speculate.for_subject(&subject, device, model.is_none())?;
     let options = EngineOptions { context, sequences, ..args.server.engine.options() };
     let options = placed.resolve_drafting(options, speculation)?.options;

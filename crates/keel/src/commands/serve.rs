@@ -191,6 +191,10 @@ pub fn run(args: &mut ServeArgs) -> Result<()> {
     if args.options.device.split.nodes.follows() {
         return node::follow(&args.options.device);
     }
+    if args.models.model.len() < 2 && args.options.patience.keep_alive().is_some() {
+        tracing::warn!("--keep-alive is for several models: a single one stays loaded");
+    }
+    named::warn_of_two(&args.models.model, args.options.server.name.as_deref());
     let split = &mut args.options.device.split;
     split.meet()?;
     split.nodes.signals = Some(signals);
@@ -261,10 +265,8 @@ fn serve_one(args: &ServeOptions, named: Option<&Named>, mmproj: Option<&Path>) 
     drop(tasks.block_on(bind_port(args))?);
     let model = source::open(named.map(|named| named.model.as_str()), mmproj)?;
     let text = ServedText::new(&model.text_files()?)?;
-    server_options.model_id = match named.and_then(|named| named.name.clone()).or(args.server.name.clone()) {
-        Some(name) => name,
-        None => named::of(&model),
-    };
+    let name = named.and_then(|named| named.name.as_ref()).or(args.server.name.as_ref());
+    server_options.model_id = name.cloned().unwrap_or_else(|| named::of(&model));
     server_options.prefix_store = prefix_store(args, &model, None)?;
     let options = server_plan::plan_server(args, &Subject::of(&model), server_plan::Models::One)?.options;
     let text = with_image_preprocessor(text, args.memory.image_pixels(), &model, options.vision)?;

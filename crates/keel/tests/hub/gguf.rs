@@ -34,10 +34,10 @@ fn one_of_several_gguf_files_is_picked() {
 }
 
 /// Writes the tensors of a file in turn to two files, the first of which has the metadata.
-fn split_in_two(whole: &Path, folder: &Path) -> [PathBuf; 2] {
+fn split_in_two(whole: &Path, stem: &Path) -> [PathBuf; 2] {
     let file = GgufFile::open(whole).expect("a GGUF file");
     [0, 1].map(|number| {
-        let path = folder.join(format!("demo-Q8_0-0000{}-of-00002.gguf", number + 1));
+        let path = PathBuf::from(format!("{}-0000{}-of-00002.gguf", stem.display(), number + 1));
         let mut metadata = if number == 0 { metadata_of(&file) } else { GgufMetadata::default() };
         metadata.u32("split.no", number);
         metadata.u32("split.count", 2);
@@ -57,12 +57,18 @@ fn split_in_two(whole: &Path, folder: &Path) -> [PathBuf; 2] {
     })
 }
 
+/// The name and the bytes of a file.
+fn named(path: &Path) -> (String, Vec<u8>) {
+    let name = path.file_name().expect("a name").to_string_lossy().into_owned();
+    (name, std::fs::read(path).expect("written"))
+}
+
 #[test]
 fn a_gguf_model_in_parts_is_pulled_and_run_whole() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let (demo, whole) = (common::demo(), folder.path().join("demo.gguf"));
     succeed(&["quantize", arg(&demo), arg(&whole), "--type", "Q8_0"]);
-    let parts = split_in_two(&whole, folder.path());
+    let parts = split_in_two(&whole, &folder.path().join("demo-Q8_0"));
     let how = ["--raw", "--max-tokens", "8", "--temperature", "0", "--json"];
     let from =
         |path: &Path| json(&[&["generate", "Once upon a time", "--model", arg(path)], &how[..]].concat());
@@ -80,10 +86,7 @@ fn a_gguf_model_in_parts_is_pulled_and_run_whole() {
     succeed(&["quantize", arg(&parts[0]), arg(&again), "--type", "Q8_0"]);
     assert_eq!(from(&again)["tokens"], expected);
 
-    let named = parts.map(|path| {
-        let name = path.file_name().expect("a name").to_string_lossy().into_owned();
-        (name, std::fs::read(&path).expect("written"))
-    });
+    let named = parts.map(|path| named(&path));
     let hub = Hub::start(named.to_vec(), Manners::default());
     let home = tempfile::tempdir().expect("a temporary folder");
     let run = || {
@@ -132,4 +135,30 @@ fn a_gguf_model_comes_with_its_vision_tower() {
     assert!(list.contains("m-Q8_0.gguf, mmproj-m-BF16.gguf"), "{list}");
     run(&["rm", "owner/name:Q8_0"]);
     assert!(!blobs(home.path()).exists(), "the tower goes with its last model");
+}
+
+#[test]
+fn a_vision_tower_in_parts_is_pulled_with_its_model() {
+    let Some(fixture) = vlm_fixture("vlm_qwen3_5") else { return };
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let (model, tower) = (folder.path().join("m-Q8_0.gguf"), folder.path().join("tower.gguf"));
+    succeed(&["quantize", arg(&fixture), arg(&model), "--type", "Q8_0"]);
+    std::fs::write(&tower, mmproj(&fixture, MmprojForm::default())).expect("writable");
+    let [one, two] = split_in_two(&tower, &folder.path().join("mmproj-m-BF16")).map(|path| named(&path));
+    let names = ["m-Q8_0.gguf".to_string(), one.0.clone(), two.0.clone()];
+    let hub = Hub::start(vec![named(&model), one, two], Manners::default());
+    let home = tempfile::tempdir().expect("a temporary folder");
+    let run = |args: &[&str]| {
+        let output = hub.keel(home.path(), args, &[]);
+        assert!(output.status.success(), "{args:?}: {}", stderr(&output));
+        output
+    };
+    run(&["pull", "owner/name:Q8_0"]);
+    assert_eq!(files_asked(&hub.take_asked()), names);
+    let seeing = run(&["inspect", "owner/name:Q8_0"]);
+    assert!(stderr(&seeing).contains("the vision tower is mmproj-m-BF16-00001"), "{}", stderr(&seeing));
+    let list: Value = serde_json::from_slice(&run(&["list", "--json"]).stdout).expect("JSON");
+    assert_eq!(list[0]["mmproj"], json!([names[1]]));
+    run(&["rm", "owner/name:Q8_0"]);
+    assert!(!blobs(home.path()).exists(), "all parts of the tower go with its model");
 }

@@ -28,7 +28,8 @@ pub(super) fn run(kernel: &CustomKernel, call: &Call<'_>) -> Result<(), ArrayErr
         let parameters = Fill { y: y.address, n: Wide(y.len()), value: kernel.initial() };
         call.launch(&key, Geometry::elements(y.len()), &parameters)?;
     }
-    let key = KernelKey { source: text(source, call).into(), ..KernelKey::new(CUSTOM, CUSTOM_ENTRY) };
+    let (text, user) = (text(source, call).into(), Some(kernel.name().into()));
+    let key = KernelKey { source: text, user, ..KernelKey::new(CUSTOM, CUSTOM_ENTRY) };
     let operands = call.inputs.iter().chain(&call.outputs);
     let arguments = operands.fold(Arguments::default(), |arguments, operand| arguments.with(operand.address));
     let geometry =

@@ -131,12 +131,12 @@ fn exchange(
     peers: Option<Peers>,
     work: impl FnOnce(&Communicator) -> Result<()>,
 ) -> Result<(), ArrayError> {
+    // NCCL's kernels do not take part in the overlap of launches. So the next kernel is launched without overlap.
+    call.settle();
     if call.gpu.is_listing() {
         return Ok(());
     }
     group(call).with(peers, work).map_err(|e| e.in_op(call.kernel.op.name()))?;
-    // NCCL's kernels do not take part in the overlap of launches. So the next kernel is launched without overlap.
     call.gpu.hold_next();
-    call.settle();
     Ok(())
 }

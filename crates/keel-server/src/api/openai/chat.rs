@@ -16,7 +16,7 @@ use super::tools::{Tools, response_grammar};
 use super::{ChunkHeader, TOP_LOGPROBS_MAX, chat_logprobs, finish_reason, total, usage_json};
 use crate::access::caller::Caller;
 use crate::answer::{Answer, AnswerEvent, Usage};
-use crate::api::field_names::{EndpointError, about};
+use crate::api::field_names::{EndpointError, about, other_fields};
 use crate::api::numbers::{check_limit, whole_number};
 use crate::api::sampling::{OneOrMany, SamplingFields};
 use crate::api::unsupported;
@@ -56,7 +56,7 @@ pub(crate) struct ChatBody {
     chat_template_kwargs: Option<Map<String, Value>>,
     reasoning_effort: Option<String>,
     /// All other fields, such as those of sampling.
-    #[serde(flatten)]
+    #[serde(flatten, deserialize_with = "other_fields")]
     rest: Map<String, Value>,
 }
 
@@ -89,7 +89,9 @@ async fn answered(manager: &Arc<ModelManager>, caller: &Arc<Caller>, body: ChatB
     let model = manager.model_for(body.model.as_deref()).await?;
     let with_usage = body.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false);
     let room = StreamRoom::wanted(body.stream.unwrap_or(false), caller)?;
-    let ask = engine_request_on_worker(&model, caller, body, model.engine.context()).await?;
+    let mut ask = engine_request_on_worker(&model, caller, body, model.engine.context()).await?;
+    // `content` has the texts before and after calls.
+    ask.form.joins_texts = true;
     let answers = model.start("/v1/chat/completions", caller, vec![ask]).await?;
     let (id, created) = (fresh_id("chatcmpl-"), model.now());
     let head = ChunkHeader { id, created, model: model.id.clone(), with_usage };

@@ -16,7 +16,7 @@ use super::tools::response_grammar;
 use super::{ChunkHeader, TOP_LOGPROBS_MAX, finish_reason, finite, total, usage_json};
 use crate::access::caller::Caller;
 use crate::answer::{Answer, AnswerEvent, TokenInfo, Usage};
-use crate::api::field_names::{EndpointError, about};
+use crate::api::field_names::{EndpointError, about, other_fields};
 use crate::api::numbers::{Whole, check_limit, whole_number};
 use crate::api::sampling::{OneOrMany, SamplingFields};
 use crate::api::unsupported;
@@ -54,7 +54,7 @@ pub(crate) struct CompletionBody {
     echo: Option<bool>,
     response_format: Option<Value>,
     /// All other fields, such as those of sampling.
-    #[serde(flatten)]
+    #[serde(flatten, deserialize_with = "other_fields")]
     rest: Map<String, Value>,
 }
 

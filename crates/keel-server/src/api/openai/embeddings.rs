@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 
 use super::completions::Prompt;
 use crate::access::caller::Caller;
-use crate::api::field_names::{EndpointError, about};
+use crate::api::field_names::{EndpointError, about, other_fields};
 use crate::api::numbers::whole_number;
 use crate::api::unsupported;
 use crate::engine::readout::{ReadoutRequest, check_count};
@@ -32,7 +32,7 @@ pub(crate) struct EmbeddingBody {
     #[serde(default, deserialize_with = "whole_number")]
     dimensions: Option<usize>,
     /// All other fields.
-    #[serde(flatten)]
+    #[serde(flatten, deserialize_with = "other_fields")]
     rest: Map<String, Value>,
 }
 

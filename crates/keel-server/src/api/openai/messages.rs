@@ -4,6 +4,7 @@ use keel_text::Message;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use crate::api::field_names::other_fields;
 use crate::error::{Result, wrong};
 use crate::pictures::{MediaSource, VideoInput, VideoSource};
 
@@ -16,7 +17,7 @@ pub(crate) struct ChatMessage {
     content: Content,
     #[serde(default)]
     tool_calls: Option<Vec<Value>>,
-    #[serde(flatten)]
+    #[serde(flatten, deserialize_with = "other_fields")]
     rest: Map<String, Value>,
 }
 

@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 use super::chat::{ChatBody, engine_request_on_worker};
 use crate::access::caller::Caller;
 use crate::answer::{Ending, Usage};
-use crate::api::field_names::{EndpointError, about, read, renamed};
+use crate::api::field_names::{EndpointError, about, other_fields, read, renamed};
 use crate::api::numbers::{check_limit, whole_number};
 use crate::api::unsupported;
 use crate::collect::{StreamRoom, collect, error_event, respond};
@@ -37,7 +37,7 @@ pub(crate) struct ResponseBody {
     reasoning: Option<Value>,
     previous_response_id: Option<String>,
     stream: Option<bool>,
-    #[serde(flatten)]
+    #[serde(flatten, deserialize_with = "other_fields")]
     rest: Map<String, Value>,
 }
 

@@ -6,7 +6,7 @@ use anyhow::Result;
 use clap::ValueEnum;
 use keel_array::sampling::Draw;
 use keel_cache::SequenceCache;
-use keel_engine::{Engine, LogitsRow, Sampler, SamplerOptions, Work, WorkRows};
+use keel_engine::{Engine, HostReads, LogitsRow, Sampler, SamplerOptions, Work, WorkRows};
 
 /// The drawing of tokens after a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -57,7 +57,8 @@ impl Drawing {
         sequences: &mut [&mut SequenceCache],
         ids: &[u32],
     ) -> Result<()> {
-        let (draw, by_host) = (self.draw(engine), self == Drawing::Host);
+        let draw = self.draw(engine);
+        let reads = if self == Drawing::Host { HostReads::Logits } else { HostReads::Nothing };
         let size = sequences.len().div_ceil(engine.microbatches(sequences.len()));
         let groups = sequences.len().div_ceil(size);
         let mut in_flight = VecDeque::new();
@@ -70,14 +71,14 @@ impl Drawing {
                 engine.take(ticket)?;
                 let taken = group_of(sequences, group, size);
                 taken.iter_mut().for_each(|sequence| sequence.advance(1));
-                if by_host {
+                if reads == HostReads::Logits {
                     draw_on_host(taken.len(), |row, logits| engine.kept_logits(row, logits))?;
                 }
             }
             let Some((id, group)) = step else { continue };
             let work = group_of(sequences, group, size).iter_mut();
             let work =
-                work.map(|sequence| Work { sequence, ahead: 0, rows: WorkRows::Token(id), draw, by_host });
+                work.map(|sequence| Work { sequence, ahead: 0, rows: WorkRows::Token(id), draw, reads });
             in_flight.push_back((engine.submit(&mut work.collect::<Vec<_>>())?, group));
         }
         Ok(())
@@ -124,7 +125,7 @@ pub fn run_ahead(
             let ahead = in_flight.len();
             let work = sequences.iter_mut().zip(draws).enumerate().map(|(i, (sequence, draw))| {
                 let rows = if step + ahead == 0 { WorkRows::Token(first[i]) } else { WorkRows::Drawn(i) };
-                Work { sequence, ahead, rows, draw: Some(*draw), by_host: false }
+                Work { sequence, ahead, rows, draw: Some(*draw), reads: HostReads::Nothing }
             });
             in_flight.push_back(engine.submit(&mut work.collect::<Vec<_>>())?);
         }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
 use keel_cpu::CpuBackend;
-use keel_engine::{EngineOptions, SpeculationOptions};
+use keel_engine::{EarlySteps, EngineOptions, SpeculationOptions};
 use serde_json::{Value, json};
 
 use crate::args::{Device, DeviceArgs, EngineArgs, SpeculateArgs, Subject, SubjectArgs};
@@ -114,7 +114,8 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     let tokens = args.prompt.saturating_add(args.generated);
     let context = context_for(&subject.config, tokens).context("--prompt and --gen")?;
     let speculation = args.speculate.for_subject(&subject, &args.device, model.is_none())?;
-    let options = EngineOptions { context, sequences: args.batch.into(), ..args.engine.options() };
+    let (sequences, early_steps) = (args.batch.into(), EarlySteps::Prompt(args.prompt));
+    let options = EngineOptions { context, sequences, early_steps, ..args.engine.options() };
     let ResolvedOptions { options, speculation } =
         subject.on(&args.device).resolve_drafting(options, speculation)?;
     let report = measure(args, &subject, options, speculation)?;

@@ -44,7 +44,7 @@ pub struct ChatArgs {
     #[command(flatten, next_help_heading = "Model")]
     model: ModelArgs,
     /// System text, which comes before the first turn.
-    #[arg(long, short = 's', alias = "system-prompt", value_name = "TEXT")]
+    #[arg(long, short = 's', alias = "system-prompt", value_name = "TEXT", allow_hyphen_values = true)]
     system: Option<String>,
     /// Also load the vision tower, so that /image FILE shows the model a picture.
     #[arg(long)]
@@ -150,4 +150,23 @@ fn obey(conversation: &mut Conversation, command: &Input<'_>) -> Result<()> {
     };
     // A command's error is printed, and the conversation goes on.
     output::text(&done.unwrap_or_else(|error| format!("{error:#}\n")))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        chat: ChatArgs,
+    }
+
+    #[test]
+    fn a_system_text_may_begin_with_a_dash() {
+        let cli = Cli::try_parse_from(["keel", "-s", "- Be brief."]).expect("a text");
+        assert_eq!(cli.chat.system.as_deref(), Some("- Be brief."));
+    }
 }

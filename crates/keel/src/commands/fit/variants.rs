@@ -3,6 +3,7 @@
 use anyhow::Result;
 use keel_array::{DType, WeightFormat};
 use keel_models::loading::{Altered, Parameters};
+use keel_weights::gguf::PartName;
 use keel_weights::quantize::QuantizeRecipe;
 use keel_weights::{AffineFormat, TensorSource};
 
@@ -71,7 +72,8 @@ impl<'a> Variant<'a> {
     }
 }
 
-/// The name of a quantised copy. It is next to the source, also where the source ends with a slash.
+/// The name of a quantised copy. It is next to the source, also where the source ends with a slash, and has no number
+/// of a part.
 fn name_of_copy(source: &str, bits: usize) -> String {
     let mut name = source.trim_end_matches('/').to_string();
     // These two are no names. With the bits appended they would be a name inside the source.
@@ -80,7 +82,8 @@ fn name_of_copy(source: &str, bits: usize) -> String {
     {
         name = path.display().to_string();
     }
-    format!("{}-{bits}bit", name.trim_end_matches(".gguf"))
+    let stem = PartName::parse(&name).map_or(name.trim_end_matches(".gguf"), |first| first.stem);
+    format!("{stem}-{bits}bit")
 }
 
 /// The parameters of the copy that `keel quantize` writes, for plans only. Their rows are never read.
@@ -121,6 +124,7 @@ mod tests {
         assert_eq!(name_of_copy("models/a/", 3), "models/a-3bit");
         assert_eq!(name_of_copy("models/a//", 3), "models/a-3bit");
         assert_eq!(name_of_copy("models/a-Q8_0.gguf", 4), "models/a-Q8_0-4bit");
+        assert_eq!(name_of_copy("models/a-Q8_0-00002-of-00003.gguf", 4), "models/a-Q8_0-4bit");
         assert_eq!(name_of_copy("owner/name", 4), "owner/name-4bit");
         let here = std::env::current_dir().expect("there is one").display().to_string();
         assert_eq!(name_of_copy(".", 4), format!("{here}-4bit"));

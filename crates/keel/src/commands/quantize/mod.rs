@@ -10,7 +10,7 @@ use clap::{Args, ValueEnum};
 use keel_array::DType;
 use keel_weights::AffineFormat;
 use keel_weights::gguf::GgmlType;
-use keel_weights::quantize::{GgufRecipe, QuantizeRecipe, is_written};
+use keel_weights::quantize::{GgufRecipe, QuantizeRecipe, is_written, written_types};
 use serde_json::json;
 
 use crate::args::{affine_format, parse_bytes};
@@ -172,7 +172,12 @@ fn output_form(args: &QuantizeArgs) -> Result<Output> {
         }
         Form::Gguf => {
             let name = args.recipe.as_deref().unwrap_or(RECIPE_DEFAULT);
-            let unknown = || usage(format!("--type {name} is not a type that can be written"));
+            let unknown = || {
+                usage(format!(
+                    "--type {name} is not a type that can be written; there are {}, Q4_K_M and Q5_K_M",
+                    type_names()
+                ))
+            };
             let mut recipe = GgufRecipe::from_name(name).ok_or_else(unknown)?;
             recipe.overrides = overrides(args, parse_type)?;
             Ok(Output::Gguf(recipe))
@@ -204,14 +209,20 @@ fn overrides<T>(
     args: &QuantizeArgs,
     parse: impl Fn(&str) -> Result<(String, T)>,
 ) -> Result<BTreeMap<String, T>> {
-    args.overrides.iter().map(|text| parse(text).with_context(|| format!("--module {text}"))).collect()
+    let wrong = |text: &str, error: anyhow::Error| usage(format!("--module {text}: {error:#}"));
+    args.overrides.iter().map(|text| parse(text).map_err(|error| wrong(text, error))).collect()
+}
+
+/// The types of matrices in a GGUF file that is written.
+fn type_names() -> String {
+    written_types().map(|kind| kind.to_string()).collect::<Vec<_>>().join(", ")
 }
 
 fn parse_type(text: &str) -> Result<(String, GgmlType)> {
     let (name, wanted) = text.split_once('=').context("expected NAME=TYPE")?;
     let kind = GgmlType::from_name(wanted).filter(|&kind| is_written(kind));
-    let unknown = || usage(format!("{wanted} is not a type that can be written"));
-    Ok((name.into(), kind.ok_or_else(unknown)?))
+    let unknown = || format!("{wanted} is not a type that can be written; there are {}", type_names());
+    Ok((name.into(), kind.with_context(unknown)?))
 }
 
 fn parse_override(text: &str, group_size: usize) -> Result<(String, Option<AffineFormat>)> {
@@ -231,6 +242,8 @@ fn parse_override(text: &str, group_size: usize) -> Result<(String, Option<Affin
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     #[test]
@@ -247,5 +260,21 @@ mod tests {
         for wrong in ["x", "x=4", "x=Q2_K", "x=I32"] {
             assert!(parse_type(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn help_and_messages_name_the_types_that_are_written() {
+        let message = parse_type("x=Q2_K").expect_err("not written").to_string();
+        assert!(
+            message.ends_with("there are F32, F16, Q4_0, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K, BF16"),
+            "{message}"
+        );
+        let command = QuantizeArgs::augment_args(clap::Command::new("quantize"));
+        let option = command.get_arguments().find(|arg| arg.get_long() == Some("type")).expect("an option");
+        let help = option.get_help().expect("a help text").to_string();
+        let (_, listed) = help.split_once('(').expect("a list of types");
+        let (listed, _) = listed.split_once(')').expect("the end of the list");
+        let sorted = |names: &str| names.split(", ").map(str::to_string).collect::<BTreeSet<_>>();
+        assert_eq!(sorted(listed), sorted(&type_names()));
     }
 }

@@ -30,6 +30,15 @@ impl Named {
     }
 }
 
+/// Logs a line if `--model NAME=MODEL` gives a server's only model another name than `name`, the value of `--name`.
+pub fn warn_of_two(models: &[String], name: Option<&str>) {
+    let [model] = models else { return };
+    let own = Named::parse(model).name.filter(|own| name.is_some_and(|name| name != own));
+    if let (Some(own), Some(name)) = (own, name) {
+        tracing::warn!("--name {name} is not used: --model {own}=... names the model");
+    }
+}
+
 /// The default name of a model: that of its folder or file, and `OWNER/NAME` for a folder of the hub's. The file
 /// `model.safetensors` has the name of its folder. Another weights file has its name without `.safetensors`. A GGUF
 /// model in parts has the name that it would have in one file.

@@ -6,6 +6,7 @@
 //! models--OWNER--NAME/snapshots/COMMIT/FILE   a link to the contents
 //! ```
 
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -81,19 +82,40 @@ impl Cache {
         self.find_in(name, &commit).or_else(|| self.find_earlier(name))
     }
 
-    /// Finds a picked GGUF file of the default branch in the newest commit that has it. Commits of other branches and
-    /// tags do not count.
+    /// Finds a picked GGUF file of the default branch in the newest commit that has it.
     fn find_earlier(&self, name: &HubName) -> Option<PathBuf> {
+        let commits = self.unnamed_commits(name);
+        commits.iter().filter_map(|commit| self.find_in(name, commit)).max_by_key(|path| linked_at(path))
+    }
+
+    /// The commits to which no branch or tag points, if a name picks a GGUF file of the default branch.
+    fn unnamed_commits(&self, name: &HubName) -> Vec<String> {
         if name.pick.is_none() || name.revision() != MAIN {
-            return None;
+            return Vec::new();
         }
         let repository = self.repository(name);
         let refs = revisions_of(&repository);
         let mut commits = names_in(&repository.join("snapshots"));
         commits.retain(|commit| is_commit(commit) && refs.iter().all(|revision| revision.commit != *commit));
-        // The link was made when the file was downloaded for that commit.
-        let linked = |path: &PathBuf| fs::symlink_metadata(path).and_then(|facts| facts.modified()).ok();
-        commits.iter().filter_map(|commit| self.find_in(name, commit)).max_by_key(linked)
+        commits
+    }
+
+    /// Finds a picked GGUF model of which a part is here, by its first part. The choice is among whole models and
+    /// interrupted downloads: `Q8_0` means an interrupted `Q8_0` rather than a whole `UD-Q8_0`. A branch points to the
+    /// commit only after the last part.
+    fn find_also_interrupted(&self, name: &HubName) -> Option<PathBuf> {
+        let snapshots = self.repository(name).join("snapshots");
+        let models_in = |commit: String| {
+            let files = files_below(&snapshots.join(&commit), &format!("{commit}/"));
+            files.into_iter().map(|file| parts_of(&file).swap_remove(0)).filter(|file| is_gguf_model(file))
+        };
+        let in_refs = || read_ref(&self.repository(name).join("refs").join(name.revision()));
+        let named = name.commit().map(str::to_string).or_else(in_refs);
+        let mut unnamed: Vec<String> = self.unnamed_commits(name).into_iter().flat_map(models_in).collect();
+        unnamed.sort_by_key(|file| Reverse(linked_at(&snapshots.join(file))));
+        // Of equals the first is chosen.
+        let models = named.into_iter().flat_map(models_in).chain(unnamed).collect();
+        choose(name, models).map(|file| snapshots.join(file))
     }
 
     /// The commit of a path that [`Cache::find`] has found.
@@ -108,14 +130,7 @@ impl Cache {
         if name.pick.is_none() && Checkpoint::is_complete(&folder) {
             return Some(folder);
         }
-        let mut picked = gguf_files(&folder);
-        match &name.pick {
-            Some(pick) => picked.retain(|file| is_picked(file, pick)),
-            None if picked.len() > 1 => picked.retain(|file| is_picked(file, USUAL_CODING)),
-            None => {}
-        }
-        picked.sort_by_key(|file| (file.matches('/').count(), stem_of(file).len()));
-        picked.first().map(|file| folder.join(file))
+        choose(name, gguf_files(&folder, is_gguf_model)).map(|file| folder.join(file))
     }
 
     /// Records the commit of a branch or tag.
@@ -179,8 +194,8 @@ impl Cache {
         Ok(entries)
     }
 
-    /// Removes a GGUF file, a revision or a whole model, depending on the name. Contents without any link to them are
-    /// removed, too. Returns the number of bytes freed.
+    /// Removes a GGUF model, also one of which some parts are here, a revision or a whole model, depending on the name.
+    /// Contents without any link to them are removed, too. Returns the number of bytes freed.
     ///
     /// # Errors
     /// There is no such model, files of its repository are being downloaded, or it cannot be removed.
@@ -197,18 +212,26 @@ impl Cache {
         }
         let before = bytes_below(&folder);
         let cannot_remove = || format!("cannot remove {name} from {}", self.root.display());
-        let not_there = || format!("{name} is not in {}; keel list shows what is", self.root.display());
+        let not_there = || {
+            let repository = name.repository();
+            format!(
+                "{name} is not in {}; keel list shows what is, and keel rm {repository} removes all of that model, also \
+                 an interrupted download",
+                self.root.display()
+            )
+        };
         match (&name.revision, &name.pick) {
             (None, None) => {
                 fs::remove_dir_all(&folder).with_context(cannot_remove)?;
                 return Ok(before);
             }
             (_, Some(_)) => {
-                let path = self.find(name).with_context(not_there)?;
+                let path = self.find_also_interrupted(name).with_context(not_there)?;
                 let snapshot = self.snapshot(name, &self.commit_of(name, &path));
                 let removed = path.strip_prefix(&snapshot).unwrap_or(&path).to_string_lossy().into_owned();
-                let mut parts = parts_of(&removed).into_iter().map(|part| snapshot.join(part));
+                let parts = parts_of(&removed).into_iter().map(|part| snapshot.join(part));
                 parts
+                    .filter(|part| part.is_symlink() || part.exists())
                     .try_for_each(fs::remove_file)
                     .and_then(|()| forget_towers(&snapshot, &removed))
                     .with_context(cannot_remove)?;
@@ -239,13 +262,15 @@ fn is_downloaded_now(blobs: &Path) -> bool {
 /// Removes the vision towers next to a model that was removed, if no other model is in their folder or below it.
 fn forget_towers(snapshot: &Path, removed: &str) -> std::io::Result<()> {
     let files = files_below(snapshot, "");
+    // The first part of a model is downloaded last, so an interrupted download lacks it.
+    let is_of_model = |file: &str| is_gguf_model(&parts_of(file)[0]);
     let has_model = |tower: &str| {
-        files.iter().any(|file| is_gguf_model(file) && folder_of(file).starts_with(folder_of(tower)))
+        files.iter().any(|file| is_of_model(file) && folder_of(file).starts_with(folder_of(tower)))
     };
     let was_next_to_it = |tower: &str| folder_of(tower) == folder_of(removed);
-    let mut left =
-        files.iter().filter(|file| is_gguf_tower(file) && was_next_to_it(file) && !has_model(file));
-    left.try_for_each(|tower| fs::remove_file(snapshot.join(tower)))
+    let is_left =
+        |file: &&String| is_gguf_tower(&parts_of(file)[0]) && was_next_to_it(file) && !has_model(file);
+    files.iter().filter(is_left).try_for_each(|tower| fs::remove_file(snapshot.join(tower)))
 }
 
 /// Removes empty snapshots and contents without a link. If no snapshot is left, removes the whole folder.
@@ -280,10 +305,9 @@ fn entry(folder: &Path, repository: &str, commit: &str, revisions: &[Revision]) 
     let files = files_below(&snapshot, "");
     let facts = |file: &String| fs::metadata(snapshot.join(file)).ok();
     let is_whole = Checkpoint::is_complete(&snapshot);
-    let gguf = gguf_files(&snapshot);
-    let is_tower = |file: &&String| !is_whole && is_gguf_tower(file) && snapshot.join(file).is_file();
+    let gguf = gguf_files(&snapshot, is_gguf_model);
     Entry {
-        towers: files.iter().filter(is_tower).cloned().collect(),
+        towers: if is_whole { Vec::new() } else { gguf_files(&snapshot, is_gguf_tower) },
         repository: repository.into(),
         commit: commit.into(),
         revisions: revisions.iter().filter(|of| of.commit == commit).map(|of| of.name.clone()).collect(),
@@ -294,12 +318,27 @@ fn entry(folder: &Path, repository: &str, commit: &str, revisions: &[Revision]) 
     }
 }
 
-/// GGUF models of which every part is there, each by its first part.
-fn gguf_files(folder: &Path) -> Vec<String> {
+/// When the link to a file was made: when the file was downloaded for that commit.
+fn linked_at(path: &Path) -> Option<SystemTime> {
+    fs::symlink_metadata(path).and_then(|facts| facts.modified()).ok()
+}
+
+/// The GGUF model that a name means among these.
+fn choose(name: &HubName, mut models: Vec<String>) -> Option<String> {
+    match &name.pick {
+        Some(pick) => models.retain(|file| is_picked(file, pick)),
+        None if models.len() > 1 => models.retain(|file| is_picked(file, USUAL_CODING)),
+        None => {}
+    }
+    models.into_iter().min_by_key(|file| (file.matches('/').count(), stem_of(file).len()))
+}
+
+/// GGUF files of this kind of which every part is there, each by its first part.
+fn gguf_files(folder: &Path, is_kind: fn(&str) -> bool) -> Vec<String> {
     let mut files = files_below(folder, "");
     // The contents of a link may have been deleted.
     let is_here = |file: &String| parts_of(file).iter().all(|part| folder.join(part).is_file());
-    files.retain(|file| is_gguf_model(file) && is_here(file));
+    files.retain(|file| is_kind(file) && is_here(file));
     files
 }
 

@@ -16,8 +16,36 @@ pub const USUAL_CODING: &str = "Q4_K_M";
 pub enum Wanted<'a> {
     /// A checkpoint: config, weights and text files, in one folder.
     Checkpoint(Vec<&'a RemoteFile>),
-    /// One GGUF file or the first of its parts, its other parts, and the file of its vision tower, if it has one.
-    Gguf { model: &'a RemoteFile, parts: Vec<&'a RemoteFile>, tower: Option<&'a RemoteFile> },
+    /// A GGUF model, and its vision tower if it has one.
+    Gguf { model: GgufParts<'a>, tower: Option<GgufParts<'a>> },
+}
+
+/// One GGUF file, or all parts of one.
+#[derive(Debug, PartialEq)]
+pub struct GgufParts<'a> {
+    /// The file, or its first part.
+    pub first: &'a RemoteFile,
+    others: Vec<&'a RemoteFile>,
+}
+
+impl<'a> GgufParts<'a> {
+    /// The file, or the parts of which it is the first.
+    ///
+    /// # Errors
+    /// A part is not among the files.
+    fn of(first: &'a RemoteFile, files: &'a [RemoteFile]) -> Result<GgufParts<'a>> {
+        let find = |path: String| match files.iter().find(|file| file.path == path) {
+            Some(file) => Ok(file),
+            None => bail!("{path} is not on the hub, and {} is nothing without it", first.path),
+        };
+        let others = PartName::parse(&first.path).into_iter().flat_map(|part| part.all().skip(1));
+        Ok(GgufParts { first, others: others.map(find).collect::<Result<_>>()? })
+    }
+
+    /// All parts, the first one last: a download is complete once it is there.
+    fn files(&self) -> impl Iterator<Item = &'a RemoteFile> + '_ {
+        self.others.iter().copied().chain([self.first])
+    }
 }
 
 impl<'a> Wanted<'a> {
@@ -25,17 +53,17 @@ impl<'a> Wanted<'a> {
     pub fn files(&self) -> Vec<&'a RemoteFile> {
         match self {
             Wanted::Checkpoint(files) => files.clone(),
-            Wanted::Gguf { model, parts, tower } => {
-                tower.iter().chain(parts).copied().chain([*model]).collect()
-            }
+            Wanted::Gguf { model, tower } => tower.iter().chain([model]).flat_map(GgufParts::files).collect(),
         }
     }
 
     /// The path of one of the files in the model's folder. A vision tower lies next to its model there.
     pub fn place_of(&self, file: &RemoteFile) -> String {
         match self {
-            Wanted::Gguf { model, tower: Some(tower), .. } if tower.path == file.path => {
-                place_of(&file.path, &model.path)
+            Wanted::Gguf { model, tower: Some(tower) }
+                if tower.files().any(|part| part.path == file.path) =>
+            {
+                place_of(&file.path, &model.first.path)
             }
             _ => file.path.clone(),
         }
@@ -53,7 +81,7 @@ impl<'a> Wanted<'a> {
         let gguf: Vec<&RemoteFile> = files.iter().filter(|file| is_gguf_model(&file.path)).collect();
         let whole = |model: &'a RemoteFile| {
             let tower = tower_of(&model.path, files, is_here);
-            Ok(Wanted::Gguf { model, parts: other_parts(&model.path, files)?, tower })
+            Ok(Wanted::Gguf { model: GgufParts::of(model, files)?, tower })
         };
         if let Some(pick) = &name.pick {
             return whole(choose_gguf(name, &gguf, pick)?);
@@ -93,24 +121,18 @@ fn checkpoint_files(files: &[RemoteFile]) -> Vec<&RemoteFile> {
 /// Whether a file is a model or the first part of one, and not a vision part or a table for quantisation.
 pub fn is_gguf_model(path: &str) -> bool {
     let name = path.rsplit('/').next().unwrap_or(path).to_ascii_lowercase();
-    let is_first = PartName::parse(path).is_none_or(|part| part.number == 1);
-    name.ends_with(".gguf") && !name.contains("mmproj") && !name.contains("imatrix") && is_first
+    name.ends_with(".gguf") && !name.contains("mmproj") && !name.contains("imatrix") && is_first(path)
 }
 
-/// The parts of a model after the first; none if it is in one file.
-fn other_parts<'a>(model: &str, files: &'a [RemoteFile]) -> Result<Vec<&'a RemoteFile>> {
-    let Some(first) = PartName::parse(model) else { return Ok(Vec::new()) };
-    let find = |path: String| match files.iter().find(|file| file.path == path) {
-        Some(file) => Ok(file),
-        None => bail!("{path} is not on the hub, and {model} is nothing without it"),
-    };
-    first.all().skip(1).map(find).collect()
-}
-
-/// Whether a file is by its name the vision tower of a GGUF model.
+/// Whether a file is by its name the vision tower of a GGUF model, or the first part of one.
 pub fn is_gguf_tower(path: &str) -> bool {
     let name = path.rsplit('/').next().unwrap_or(path).to_ascii_lowercase();
-    name.ends_with(".gguf") && name.contains("mmproj")
+    name.ends_with(".gguf") && name.contains("mmproj") && is_first(path)
+}
+
+/// Whether a file is the first of its parts, or has none.
+fn is_first(path: &str) -> bool {
+    PartName::parse(path).is_none_or(|part| part.number == 1)
 }
 
 /// The folder of a path, with a slash at its end unless it is the root.
@@ -125,21 +147,20 @@ pub fn place_of(tower: &str, model: &str) -> String {
 
 /// The vision tower to download with a GGUF file, as llama.cpp chooses it: in the file's folder or the nearest one
 /// above, the one with the nearest number of bits. One that is here already comes first, because a model with two
-/// towers next to it would have no clear one. Towers are small; one in parts is not taken.
+/// towers next to it would have no clear one. One that lacks a part is not taken.
 fn tower_of<'a>(
     model: &str,
     files: &'a [RemoteFile],
     is_here: &dyn Fn(&str) -> bool,
-) -> Option<&'a RemoteFile> {
-    let is_above = |file: &&RemoteFile| {
-        is_gguf_tower(&file.path)
-            && PartName::parse(&file.path).is_none()
-            && folder_of(model).starts_with(folder_of(&file.path))
-    };
+) -> Option<GgufParts<'a>> {
+    let is_above =
+        |file: &&RemoteFile| is_gguf_tower(&file.path) && folder_of(model).starts_with(folder_of(&file.path));
     let bits = |path: &str| bits_of(path).unwrap_or(u32::MAX);
-    files.iter().filter(is_above).min_by_key(|file| {
-        let difference = bits(&file.path).abs_diff(bits(model));
-        (!is_here(&place_of(&file.path, model)), Reverse(folder_of(&file.path).len()), difference, &file.path)
+    let whole = files.iter().filter(is_above).filter_map(|first| GgufParts::of(first, files).ok());
+    whole.min_by_key(|tower| {
+        let path = &tower.first.path;
+        let difference = bits(path).abs_diff(bits(model));
+        (!is_here(&place_of(path, model)), Reverse(folder_of(path).len()), difference, path)
     })
 }
 
@@ -252,10 +273,22 @@ mod tests {
         let nearer = ["mmproj-Q8_0.gguf", "x/m-Q8_0.gguf", "x/mmproj-F32.gguf"];
         assert_eq!(of("a/b", &nearer), ["x/m-Q8_0.gguf", "x/mmproj-F32.gguf"]);
         assert_eq!(place_of("mmproj-Q8_0.gguf", "x/m-Q6_K.gguf"), "x/mmproj-Q8_0.gguf");
+        let torn = ["m-Q8_0.gguf", "mmproj-F32.gguf", "mmproj-Q8_0-00001-of-00002.gguf"];
+        assert_eq!(of("a/b", &torn), torn[..2], "a part of the nearer one is not on the hub");
 
         let (name, files) = (HubName::parse("a/b:Q4_K_M").expect("a name"), files(&towers));
         let here = Wanted::choose(&name, &files, &|path| path == "mmproj-m-BF16.gguf").expect("there");
         assert_eq!(here.files()[0].path, "mmproj-m-BF16.gguf", "one that is here is taken");
+    }
+
+    #[test]
+    fn a_vision_tower_in_parts_comes_with_all_of_them() {
+        let paths = ["mmproj-F16-00001-of-00002.gguf", "mmproj-F16-00002-of-00002.gguf", "x/m-Q8_0.gguf"];
+        let (name, files) = (HubName::parse("a/b").expect("a name"), files(&paths));
+        let wanted = Wanted::choose(&name, &files, &|_| false).expect("there");
+        let places: Vec<String> = wanted.files().into_iter().map(|file| wanted.place_of(file)).collect();
+        let tower = ["x/mmproj-F16-00002-of-00002.gguf", "x/mmproj-F16-00001-of-00002.gguf"];
+        assert_eq!(places, [tower[0], tower[1], paths[2]], "all next to the model, which is last");
     }
 
     #[test]

@@ -112,7 +112,7 @@ pub fn pull(name: &HubName, settings: &Settings, towers: Towers) -> Result<Pulle
     }
     bar.finish_and_clear();
     cache.note_revision(name, commit)?;
-    let path = if let Wanted::Gguf { model, .. } = &wanted { folder.join(&model.path) } else { folder };
+    let path = if let Wanted::Gguf { model, .. } = &wanted { folder.join(&model.first.path) } else { folder };
     Ok(Pulled { path, commit: commit.clone(), new_bytes })
 }
 

@@ -12,11 +12,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use clap::Args;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
+use crate::failure::usage;
 use crate::{input, output};
 use client::{Answer, Client};
 use load::{Lengths, Load, Planned};
@@ -54,7 +55,7 @@ pub struct BenchServeArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     shared_prefix: usize,
     /// Read the requests from a file instead: a line of JSON with `prompt` and `max_tokens` for each.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["requests", "prompt", "generated", "shared_prefix"])]
     file: Option<PathBuf>,
     /// The same seed makes the same load.
     #[arg(long, value_name = "N", default_value_t = 1)]
@@ -73,7 +74,7 @@ pub struct BenchServeArgs {
 /// Runs the command.
 pub fn run(args: &BenchServeArgs) -> Result<()> {
     if !(0.0..=1e6).contains(&args.rate) {
-        bail!("--rate {}: expected 0 to 1000000", args.rate);
+        return Err(usage(format!("--rate {}: expected 0 to 1000000", args.rate)));
     }
     let load = match &args.file {
         Some(path) => {

@@ -8,6 +8,12 @@ fn name(text: &str) -> HubName {
 }
 
 fn put(cache: &Cache, model: &str, commit: &str, files: &[(&str, &str)]) {
+    put_interrupted(cache, model, commit, files);
+    cache.note_revision(&name(model), commit).expect("noted");
+}
+
+/// Files of a download that did not end.
+fn put_interrupted(cache: &Cache, model: &str, commit: &str, files: &[(&str, &str)]) {
     let name = name(model);
     for (file, blob) in files {
         let path = cache.blob(&name, blob);
@@ -15,7 +21,6 @@ fn put(cache: &Cache, model: &str, commit: &str, files: &[(&str, &str)]) {
         fs::write(path, "12345").expect("writable");
         cache.link(&name, commit, file, blob).expect("linked");
     }
-    cache.note_revision(&name, commit).expect("noted");
 }
 
 fn cache() -> (tempfile::TempDir, Cache) {
@@ -64,6 +69,45 @@ fn a_gguf_model_in_parts_is_there_with_its_last_part_and_removed_whole() {
     assert_eq!(cache.entries().expect("readable")[0].gguf, [first]);
     cache.remove(&name("a/b:Q4_K_M")).expect("there");
     assert!(!cache.repository(&name("a/b")).exists(), "nothing is left");
+}
+
+#[test]
+fn an_interrupted_download_in_parts_is_removed_by_its_coding() {
+    let (_folder, cache) = cache();
+    let second = |coding: &str| format!("m-{coding}-00002-of-00003.gguf");
+    let tower = ("mmproj-F16.gguf", "aa");
+    put_interrupted(&cache, "a/b", ONE, &[tower, (&*second("Q8_0"), "bb")]);
+    assert!(cache.find(&name("a/b:Q8_0")).is_none());
+    let error = cache.remove(&name("a/b:Q6_K")).expect_err("not there").to_string();
+    assert!(error.contains("keel rm a/b removes"), "{error}");
+    assert!(cache.remove(&name("a/b:Q8_0")).expect("there") >= 10, "with its tower");
+    assert!(!cache.repository(&name("a/b")).exists(), "nothing is left");
+    // The branch points to the commit after a first download of another file, which stays.
+    put(&cache, "a/b", ONE, &[("m-Q4_K_M.gguf", "aa")]);
+    put_interrupted(&cache, "a/b", ONE, &[(&*second("Q8_0"), "bb"), (&*second("Q6_K"), "cc")]);
+    put_interrupted(&cache, "a/b", TWO, &[(&*second("Q5_K_M"), "dd")]);
+    let is_there = |blob: &str| cache.blob(&name("a/b"), blob).exists();
+    cache.remove(&name(&format!("a/b@{ONE}:Q8_0"))).expect("there");
+    assert!(is_there("aa") && !is_there("bb") && is_there("cc") && is_there("dd"));
+    cache.remove(&name("a/b:m-Q6_K-00001-of-00003.gguf")).expect("there");
+    cache.remove(&name("a/b:Q5_K_M")).expect("there");
+    assert!(is_there("aa") && !is_there("cc") && !is_there("dd"));
+    assert!(cache.find(&name("a/b:Q4_K_M")).is_some());
+}
+
+#[test]
+fn a_coding_means_the_shortest_name_whether_or_not_its_download_ended() {
+    let part = ("m-Q8_0-00002-of-00003.gguf", "bb");
+    for commit in [ONE, TWO] {
+        let (_folder, cache) = cache();
+        let is_there = |blob: &str| cache.blob(&name("a/b"), blob).exists();
+        put(&cache, "a/b", ONE, &[("m-UD-Q8_0.gguf", "aa")]);
+        put_interrupted(&cache, "a/b", commit, &[part]);
+        cache.remove(&name("a/b:Q8_0")).expect("there");
+        assert!(is_there("aa") && !is_there("bb"), "{commit}");
+        cache.remove(&name("a/b:Q8_0")).expect("the only one");
+        assert!(!cache.repository(&name("a/b")).exists(), "nothing is left");
+    }
 }
 
 #[test]
@@ -121,6 +165,22 @@ fn a_vision_tower_goes_with_the_last_model_next_to_it() {
     assert!(!is_there("ee") && is_there("cc"));
     cache.remove(&name("a/b:Q8_0")).expect("there");
     assert!(is_there("cc"), "another model sees with it");
+    put_interrupted(&cache, "a/b", ONE, &[("m-Q6_K-00002-of-00002.gguf", "ff")]);
     cache.remove(&name("a/b:Q4_K_M")).expect("there");
+    assert!(is_there("cc"), "a model whose download goes on later sees with it");
+    cache.remove(&name("a/b:Q6_K")).expect("there");
+    assert!(!cache.repository(&name("a/b")).exists(), "nothing is left");
+}
+
+#[test]
+fn a_vision_tower_in_parts_is_listed_once_and_removed_whole() {
+    let (_folder, cache) = cache();
+    let first = "mmproj-F16-00001-of-00002.gguf";
+    put(&cache, "a/b", ONE, &[("m-Q8_0.gguf", "aa"), (first, "bb")]);
+    let towers = || cache.entries().expect("readable").swap_remove(0).towers;
+    assert_eq!(towers(), [""; 0], "a part is missing");
+    put(&cache, "a/b", ONE, &[("mmproj-F16-00002-of-00002.gguf", "cc")]);
+    assert_eq!(towers(), [first]);
+    cache.remove(&name("a/b:Q8_0")).expect("there");
     assert!(!cache.repository(&name("a/b")).exists(), "nothing is left");
 }
