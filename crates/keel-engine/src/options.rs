@@ -9,9 +9,12 @@ use crate::{EarlySteps, EngineError, Result, VisionOptions};
 /// How many rows the MTP (multi-token-prediction) head may lag behind a sequence that does not draft.
 pub(crate) const MTP_LAG_MAX: usize = 64;
 
-/// The most rows of a regime that the host may draw for while a later step runs. Their logits have a place of their
-/// own.
+/// The most prompts that may end in a step, and the most answers of a micro-batch, whose tokens the host draws while a
+/// later step runs. Their logits have a place of their own.
 pub(crate) const HOST_ROWS_MAX: usize = 16;
+
+/// The same of answers where steps run ahead.
+pub(crate) const HOST_ANSWERS_MAX: usize = 64;
 
 /// The most drafts of one sequence that a step verifies.
 pub const DRAFTS_MAX: usize = 8;
@@ -117,9 +120,9 @@ impl EngineOptions {
         }
     }
 
-    /// How many rows of a regime the host may draw for while a later step runs.
-    pub(crate) fn host_rows(&self) -> usize {
-        if self.drafts == 0 { self.sequences.min(HOST_ROWS_MAX) } else { 0 }
+    /// How many rows the host may draw for while a later step runs, at most `most`; none in an engine that drafts.
+    pub(crate) fn host_rows(&self, most: usize) -> usize {
+        if self.drafts == 0 { self.sequences.min(most) } else { 0 }
     }
 
     /// Rows of the largest decode step.

@@ -124,7 +124,7 @@ impl Sampler {
             return argmax(&row.values);
         }
         let uniform = self.uniform();
-        row.distribution(&self.options).draw(uniform)
+        row.draw(&self.options, uniform)
     }
 
     /// How the device can draw the next token; `None` if penalties or bias change the logits. This uses up the draw's

@@ -26,6 +26,7 @@ use super::sequence::{Drawn, Running};
 use super::{Batcher, members};
 use crate::speculation::Speculation;
 use crate::{EngineError, HostReads, PREFILL_GRID, Result, Ticket, Work, WorkRows};
+use keel_array::Regime;
 use keel_cache::{CheckpointLease, SavedState};
 
 /// A step under way.
@@ -101,7 +102,7 @@ impl Batcher {
         };
         // The next step has none of the answers that the host draws now. Without others there would be no next step.
         let is_drawn_by_host = |running: &Running| running.is_answering() && running.needs_logits();
-        let keeps_logits = self.engine.host_rows_max() > 0;
+        let keeps_logits = self.engine.host_rows_max(Regime::Decode) > 0;
         self.engine.runs_ahead()
             && !self.is_careful
             && !self.running.iter().all(is_drawn_by_host)
@@ -220,8 +221,9 @@ impl Batcher {
         let keeps_logits =
             self.pending.back().is_some_and(|step| step.parts.iter().any(StepRows::keeps_logits));
         // A step keeps the logits of few rows, and of none after a step that keeps some.
-        let kept_max = if keeps_logits { 0 } else { self.engine.host_rows_max() };
-        let chunks = self.shares(kept_max);
+        let kept_max = [Regime::Decode, Regime::Prefill]
+            .map(|regime| if keeps_logits { 0 } else { self.engine.host_rows_max(regime) });
+        let chunks = self.shares(kept_max[1]);
         self.ask_masks(Running::is_answering);
         let goes_on = |(_, running): &(usize, &Running)| {
             running.is_answering() && running.draws_left() > 0 && !running.awaits_mask
@@ -235,9 +237,9 @@ impl Batcher {
         parts.sort_by_key(|(i, part)| if part.is_prompt { 0 } else { self.running[*i].last_turn });
         let mut kept = [0; 2];
         parts.retain(|(_, part)| {
-            let kept = &mut kept[usize::from(part.is_prompt)];
-            *kept += usize::from(part.keeps_logits());
-            !part.keeps_logits() || *kept <= kept_max
+            let of = usize::from(part.is_prompt);
+            kept[of] += usize::from(part.keeps_logits());
+            !part.keeps_logits() || kept[of] <= kept_max[of]
         });
         self.note_turns(parts.iter().filter(|(_, part)| !part.is_prompt).map(|(i, _)| *i));
         parts.sort_unstable_by_key(|(i, _)| *i);

@@ -149,9 +149,9 @@ impl Engine {
         self.in_flight.steps.len() + self.microbatch_steps()
     }
 
-    /// How many answers, and how many ends of prompts, a step may have whose tokens the host draws.
-    pub fn host_rows_max(&self) -> usize {
-        self.stepper.buckets().host_rows()
+    /// How many answers, or how many ends of prompts, a step may have whose tokens the host draws.
+    pub fn host_rows_max(&self, regime: Regime) -> usize {
+        self.stepper.buckets().host_rows(regime)
     }
 
     /// Submits one step with all this work and returns at once. The step has at most one program for answers and one
@@ -214,9 +214,10 @@ impl Engine {
     fn check_work(&self, work: &[Work<'_>]) -> Result<()> {
         let before = self.in_flight.steps.back().map_or(&[][..], |step| &step.items);
         let is_drawn = |of: usize| before.get(of).is_some_and(|item| item.is_drawn);
-        let of_logits = || work.iter().filter(|work| work.reads == HostReads::Logits);
-        let by_host = |regime| of_logits().filter(|work| work.rows.regime() == regime).count();
-        let for_host = by_host(Regime::Decode).max(by_host(Regime::Prefill));
+        let of_logits = work.iter().filter(|work| work.reads == HostReads::Logits);
+        let [answers, prompts] = [Regime::Decode, Regime::Prefill]
+            .map(|regime| of_logits.clone().filter(|work| work.rows.regime() == regime).count());
+        let [answers_max, prompts_max] = [Regime::Decode, Regime::Prefill].map(|of| self.host_rows_max(of));
         let reason = if self.in_flight.steps.len() == STEPS_MAX {
             format!("{STEPS_MAX} steps are under way; take the tokens of one first")
         } else if let Some(reason) = self.refused_rows(work, self.options.sequences) {
@@ -226,10 +227,9 @@ impl Engine {
             format!("{name} runs no step while the host goes on: use `decode` and `prefill_chunks`")
         } else if work.iter().any(|work| matches!(work.rows, WorkRows::Drawn(of) if !is_drawn(of))) {
             "no step under way draws the token of a sequence".into()
-        } else if for_host > self.host_rows_max() {
-            let most = self.host_rows_max();
-            format!("the host draws {for_host} tokens of a regime; the logits of at most {most} are kept")
-        } else if for_host > 0 && before.iter().any(|item| item.kept.is_some()) {
+        } else if answers > answers_max || prompts > prompts_max {
+            format!("logits of {answers} answers, {prompts} prompts; {answers_max}, {prompts_max} are kept")
+        } else if answers + prompts > 0 && before.iter().any(|item| item.kept.is_some()) {
             "the step under way keeps logits for the host; take its tokens first".into()
         } else if !self.stepper.keeps_rows() && work.iter().any(|work| work.reads == HostReads::AllHidden) {
             ROWS_NOT_PLANNED.into()

@@ -2,6 +2,7 @@
 
 use keel_array::{Category, Charge};
 
+use crate::options::HOST_ROWS_MAX;
 use crate::speculation::{SamplerChooser, Speculation};
 use crate::{Engine, LogitsRow, Result};
 
@@ -29,7 +30,7 @@ impl Engine {
             bytes += options.sequences * sequence + hidden_rows * hidden_bytes;
         } else if self.stages() > 1 {
             // Steps of micro-batches that wait to be taken, one of prompts, and the one taken last keep logits.
-            let rows = (self.stages() + 2) * options.host_rows();
+            let rows = (self.stages() + 2) * options.host_rows(HOST_ROWS_MAX);
             bytes += rows * config.vocab * size_of::<f32>();
         }
         // Rows that are added up to their mean, and features of pictures on their way to the device.

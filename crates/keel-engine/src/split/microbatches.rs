@@ -24,6 +24,7 @@ use keel_cache::{CommitProgress, SlotId};
 use crate::device_thread::{DeferredJob, FinishedJob, JobHandle};
 use crate::engine::ahead::{HostReads, NOT_FIRST, Ticket, Work, WorkRows, items_of, kept_rows};
 use crate::engine::in_flight::Item;
+use crate::options::HOST_ROWS_MAX;
 use crate::step::{Rows, StepKind, ids_of};
 use crate::{Engine, EngineError, Result};
 
@@ -148,7 +149,7 @@ impl Engine {
             Some(work.rows.regime()) == regime && !matches!(work.rows, WorkRows::Drawn(_)) && work.ahead == 0
         };
         let for_host = work.iter().filter(|work| work.reads == HostReads::Logits).count();
-        let for_host_max = self.options.host_rows();
+        let for_host_max = self.options.host_rows(HOST_ROWS_MAX);
         let is_under_way = |work: &Work<'_>| steps.iter().any(|s| s.slots.contains(&work.sequence.slot()));
         let reason = if groups == 1 {
             "steps of a model on several devices are under way only in a pipeline, without drafts and parking: use \

@@ -12,7 +12,7 @@ use keel_models::Part;
 use keel_models::vision::VisionConfig;
 
 use super::{Outcome, StepKind, StepShape};
-use crate::options::{EngineOptions, MTP_LAG_MAX};
+use crate::options::{EngineOptions, HOST_ANSWERS_MAX, HOST_ROWS_MAX, MTP_LAG_MAX};
 
 /// The most prompts in a step.
 const PROMPTS_MAX: usize = 32;
@@ -38,8 +38,9 @@ pub(crate) struct Buckets {
     is_coarse: bool,
     /// Whether steps run ahead of the host.
     runs_ahead: bool,
-    /// How many rows of logits are kept for the host.
-    host_rows: usize,
+    /// How many rows of the logits of answers and of prompts are kept for the host.
+    host_answers: usize,
+    host_prompts: usize,
     /// Whether the hidden states of all rows of prompts are kept for the host where they are read.
     keeps_rows: bool,
     /// Whether the list has only the largest steps.
@@ -62,7 +63,8 @@ impl Buckets {
             lag_rows: lags.into_iter().filter(|&rows| !is_coarse || rows == MTP_LAG_MAX).collect(),
             is_coarse,
             runs_ahead,
-            host_rows: if runs_ahead { options.host_rows() } else { 0 },
+            host_answers: if runs_ahead { options.host_rows(HOST_ANSWERS_MAX) } else { 0 },
+            host_prompts: if runs_ahead { options.host_rows(HOST_ROWS_MAX) } else { 0 },
             keeps_rows: runs_ahead && options.row_hidden,
             are_largest: options.largest_steps,
         }
@@ -90,9 +92,9 @@ impl Buckets {
         self.runs_ahead
     }
 
-    /// How many rows of the logits of each regime are kept for the host; 0 if none are.
-    pub fn host_rows(&self) -> usize {
-        self.host_rows
+    /// How many rows of the logits of a regime are kept for the host; 0 if none are.
+    pub fn host_rows(&self, regime: Regime) -> usize {
+        if regime == Regime::Decode { self.host_answers } else { self.host_prompts }
     }
 
     /// Whether the hidden states of all rows of prompts are kept for the host where they are read.
@@ -116,9 +118,12 @@ impl Buckets {
         all_rows.iter().flat_map(|&all_rows| [0, 1].map(|step| Buckets::keeping_hidden(step, all_rows)))
     }
 
-    /// The program that keeps logits.
-    pub fn keeping(&self, regime: Regime) -> StepShape {
-        StepKind { regime, outcome: Outcome::KeptLogits }.of(self.host_rows, 1)
+    /// The program that keeps this many rows of logits. Few answers have one of their own, because each row is a copy
+    /// of the whole vocabulary.
+    pub fn keeping(&self, regime: Regime, rows: usize) -> StepShape {
+        let most = self.host_rows(regime);
+        let padded = if rows > HOST_ROWS_MAX { most } else { most.min(HOST_ROWS_MAX) };
+        StepKind { regime, outcome: Outcome::KeptLogits }.of(padded, 1)
     }
 
     /// How many prompts one step may run.
@@ -211,8 +216,11 @@ impl Buckets {
         let sequences = self.sequences.iter().rev();
         if self.open_rows.is_empty() {
             shapes.extend(sequences.map(|&n| decode(Outcome::LastLogits).of(n, n)));
-            if self.host_rows > 0 {
-                shapes.extend([Regime::Decode, Regime::Prefill].map(|regime| self.keeping(regime)));
+            if self.host_answers > 0 {
+                if self.host_answers > HOST_ROWS_MAX {
+                    shapes.push(self.keeping(Regime::Decode, self.host_answers));
+                }
+                shapes.extend([Regime::Decode, Regime::Prefill].map(|regime| self.keeping(regime, 1)));
                 shapes.extend(self.all_keeping_hidden());
             }
             return shapes;

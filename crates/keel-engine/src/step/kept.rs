@@ -16,28 +16,29 @@ use crate::Result;
 
 /// Rows of the kept logits: those of answers, then those of prompts.
 pub(super) struct KeptLogits {
-    /// Which rows of the logits are kept, u32 `[2 host rows]`.
+    /// Which rows of the logits are kept, u32 `[rows]`.
     rows: Array,
-    /// f32 `[2 host rows, V]`.
+    /// f32 `[rows, V]`.
     logits: Array,
-    /// How many rows of each regime are kept at most.
-    host_rows: usize,
+    /// How many rows of answers are kept at most.
+    answers: usize,
 }
 
 impl KeptLogits {
     pub fn allocate(runtime: &Runtime, buckets: &Buckets, vocab: usize) -> Result<Option<KeptLogits>> {
-        let host_rows = buckets.host_rows();
-        if host_rows == 0 {
+        let [answers, prompts] = [Regime::Decode, Regime::Prefill].map(|regime| buckets.host_rows(regime));
+        if answers == 0 {
             return Ok(None);
         }
-        let rows = Array::persistent(runtime, Category::Staging, [2 * host_rows], DType::U32)?;
-        let logits = Array::persistent(runtime, Category::Activations, [2 * host_rows, vocab], DType::F32)?;
-        Ok(Some(KeptLogits { rows, logits, host_rows }))
+        let count = answers + prompts;
+        let rows = Array::persistent(runtime, Category::Staging, [count], DType::U32)?;
+        let logits = Array::persistent(runtime, Category::Activations, [count, vocab], DType::F32)?;
+        Ok(Some(KeptLogits { rows, logits, answers }))
     }
 
     /// The first of the kept rows of a regime.
     fn first(&self, regime: Regime) -> usize {
-        if regime == Regime::Decode { 0 } else { self.host_rows }
+        if regime == Regime::Decode { 0 } else { self.answers }
     }
 
     /// The result of the program, which is rows of `logits`, and its destination.
@@ -47,10 +48,10 @@ impl KeptLogits {
         Ok((logits.take(&rows)?, self.logits.entries(at, shape.rows)?))
     }
 
-    /// Names the rows that the next program of this regime keeps. Padding keeps row 0.
-    pub fn fill(&self, regime: Regime, rows: &[usize]) -> Result<()> {
-        let named = (0..self.host_rows).map(|i| rows.get(i).copied().unwrap_or_default() as u32);
-        Ok(self.rows.entries(self.first(regime), self.host_rows)?.write(&named.collect::<Vec<_>>())?)
+    /// Names the rows that the next program of this shape keeps. Padding keeps row 0.
+    pub fn fill(&self, shape: StepShape, rows: &[usize]) -> Result<()> {
+        let named = (0..shape.rows).map(|i| rows.get(i).copied().unwrap_or_default() as u32);
+        Ok(self.rows.entries(self.first(shape.regime), shape.rows)?.write(&named.collect::<Vec<_>>())?)
     }
 
     /// Copies kept row `row` of a regime. The step that kept it has ended; a later one may be under way.

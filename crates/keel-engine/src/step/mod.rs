@@ -269,8 +269,9 @@ impl Stepper {
     /// The program that keeps these rows of the logits of the step of this regime that was submitted last, ready to
     /// run. One token comes to the host with it and is ignored.
     pub fn keeping_logits(&mut self, regime: Regime, rows: &[usize]) -> Result<PreparedStep> {
-        self.kept()?.fill(regime, rows)?;
-        self.keeping(self.buckets.keeping(regime))
+        let shape = self.buckets.keeping(regime, rows.len());
+        self.kept()?.fill(shape, rows)?;
+        self.keeping(shape)
     }
 
     fn keeping(&mut self, shape: StepShape) -> Result<PreparedStep> {

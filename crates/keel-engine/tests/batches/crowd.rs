@@ -32,7 +32,7 @@ fn more_answers_than_tokens_come_with_a_step_all_end() {
     assert_all_is_back(&mut batcher);
 }
 
-/// The logits of 16 answers and of 16 prompts are kept for the host, so 10 and 7 do not end the steps ahead.
+/// The logits of answers and those of 16 prompts are kept for the host, so 10 and 7 do not end the steps ahead.
 #[test]
 fn answers_and_prompts_for_the_host_have_places_of_their_own() {
     let (runtime, _) = queueing(512);
@@ -64,17 +64,17 @@ fn answers_and_prompts_for_the_host_have_places_of_their_own() {
     assert_all_is_back(&mut batcher);
 }
 
-/// A step keeps the logits of 16 answers, and the host draws for 24. They take turns, and the two others are in each
-/// step. Then the 24 are alone, and all are in each step.
+/// A step keeps the logits of 64 answers, and the host draws for 72. They take turns, and the two others are in each
+/// step. Then the 72 are alone, and all are in each step.
 #[test]
 fn more_answers_for_the_host_than_a_step_keeps_take_turns() {
-    const FOR_HOST: usize = 24;
-    const PER_STEP: usize = 16;
+    const FOR_HOST: usize = 72;
+    const PER_STEP: usize = 64;
     let request = |id: usize| {
         let ids = (0..3 + id as u32 % 5).map(|j| (j * 7 + id as u32 * 131 + 5) % 500).collect();
         let repetition_penalty = if id < FOR_HOST { 1.2 } else { 1.0 };
         let sampler = SamplerOptions { repetition_penalty, ..SamplerOptions::default() };
-        let max_tokens = if id < FOR_HOST { 40 } else { 2 * id };
+        let max_tokens = if id < FOR_HOST { 40 } else { id - 20 };
         BatchRequest { sampler, ..BatchRequest::new(id as u64, ids, max_tokens) }
     };
     let (runtime, _) = queueing(512);
