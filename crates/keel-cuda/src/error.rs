@@ -58,6 +58,14 @@ pub enum CudaError {
         /// Its name for the error, and its explanation.
         reason: String,
     },
+    /// A library has no kernel for a product.
+    #[error("{call}: no kernel for this product ({reason})")]
+    NoProduct {
+        /// The function of the library.
+        call: &'static str,
+        /// Its name for the refusal.
+        reason: String,
+    },
     /// The driver refused a call, and will refuse all that follow: a kernel or the hardware has broken the context.
     #[error("{call}: {reason}")]
     ContextLost {
@@ -97,7 +105,7 @@ pub enum CudaError {
     /// A kernel does not compile.
     #[error("kernel {kernel} does not compile for {architecture}:\n{log}")]
     Compile {
-        /// File, entry point and constants, or the name of a user's kernel.
+        /// File and constants, and the entry point if only one is compiled; or the name of a user's kernel.
         kernel: String,
         /// The target architecture.
         architecture: String,

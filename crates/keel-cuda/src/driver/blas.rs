@@ -96,9 +96,16 @@ unsafe impl Send for Blas {}
 unsafe impl Sync for Blas {}
 
 fn refused(call: &'static str) -> impl Fn(result::CublasError) -> CudaError {
-    move |error| match error.0 {
-        sys::cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED => CudaError::OutOfMemory { call },
-        _ => CudaError::Driver { call, reason: format!("{error:?}") },
+    use sys::cublasStatus_t as Status;
+    move |error| {
+        let reason = format!("{error:?}");
+        match error.0 {
+            Status::CUBLAS_STATUS_ALLOC_FAILED => CudaError::OutOfMemory { call },
+            Status::CUBLAS_STATUS_NOT_SUPPORTED
+            | Status::CUBLAS_STATUS_ARCH_MISMATCH
+            | Status::CUBLAS_STATUS_INVALID_VALUE => CudaError::NoProduct { call, reason },
+            _ => CudaError::Driver { call, reason },
+        }
     }
 }
 
@@ -302,5 +309,26 @@ impl Drop for Blas {
         self.plans.get_mut().unwrap_or_else(|e| e.into_inner()).clear();
         // SAFETY: created by `new`, destroyed once.
         let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sys::cublasStatus_t as Status;
+
+    /// Another kernel may only take the place of a product that the library lacks. A launch that fails, because its
+    /// capture has ended for example, is repeated with the library.
+    #[test]
+    fn only_a_refused_product_has_no_kernel() {
+        let error = |status| refused("cublasLtMatmul")(result::CublasError(status));
+        for status in [Status::CUBLAS_STATUS_NOT_SUPPORTED, Status::CUBLAS_STATUS_INVALID_VALUE] {
+            assert!(matches!(error(status), CudaError::NoProduct { .. }), "{status:?}");
+        }
+        for status in [Status::CUBLAS_STATUS_EXECUTION_FAILED, Status::CUBLAS_STATUS_INTERNAL_ERROR] {
+            assert!(matches!(error(status), CudaError::Driver { .. }), "{status:?}");
+        }
+        let full = error(Status::CUBLAS_STATUS_ALLOC_FAILED);
+        assert!(matches!(full, CudaError::OutOfMemory { .. }));
     }
 }

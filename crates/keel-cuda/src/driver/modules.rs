@@ -73,9 +73,9 @@ impl Modules {
         self.compiled.load(Ordering::Relaxed)
     }
 
-    /// Programs that are loaded.
+    /// Kernels that are loaded. A program may have several.
     pub fn loaded_count(&self) -> u64 {
-        self.tables().programs.len() as u64
+        self.tables().kernels.len() as u64
     }
 
     /// Machine code of a program, from the disk or from the compiler.

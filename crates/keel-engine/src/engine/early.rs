@@ -65,11 +65,11 @@ fn compile_while<T>(
     thread::scope(|scope| {
         let compile = move || -> Result<()> {
             let early = planned.listed(|shape| planned.is_early(shape));
-            for (rank, programs) in early.iter().enumerate() {
-                let (device, planner) = (&devices[rank].device, programs.first().map(|p| p.runtime()));
-                let Some(planner) = planner else { continue };
+            // The load refuses devices that are not those of the plan.
+            for (placed, programs) in devices.iter().zip(&early) {
+                let Some(planner) = programs.first().map(|program| program.runtime()) else { continue };
                 let mut count = |done, all| _ = sender.send(LoadProgress::Compiled { done, all });
-                device.compile_planned(planner, programs, &mut count)?;
+                placed.device.compile_planned(planner, programs, &mut count)?;
             }
             Ok(())
         };
@@ -77,10 +77,14 @@ fn compile_while<T>(
         else {
             return load();
         };
-        // If this fails, the error comes after the compilation has ended.
-        let loaded = load()?;
-        compiled.iter().for_each(progress);
-        thread.join().unwrap_or_else(|panicked| resume_unwind(panicked))?;
+        let loaded = load();
+        if loaded.is_ok() {
+            compiled.iter().for_each(progress);
+        }
+        let compiled = thread.join();
+        // If the load fails, its error comes after the compilation has ended, whatever came of that.
+        let loaded = loaded?;
+        compiled.unwrap_or_else(|panicked| resume_unwind(panicked))?;
         Ok(loaded)
     })
 }

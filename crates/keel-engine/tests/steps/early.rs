@@ -5,12 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::common::{expected, fixture, models};
-use keel_array::{Backend, Compute, Launch, Result, Runtime, RuntimeOptions};
+use keel_array::{Backend, Compute, Launch, Programs, Result, Runtime, RuntimeOptions};
 use keel_cpu::{CpuBackend, CpuOptions};
 use keel_cuda::{CudaBackend, CudaOptions, Precision};
 use keel_engine::split::PlacedPart;
 use keel_engine::{
-    EarlySteps, Engine, EngineOptions, GenerateOptions, LoadProgress, SpeculationOptions, TokenIterator, plan,
+    EarlySteps, Engine, EngineError, EngineOptions, GenerateOptions, LoadProgress, SpeculationOptions,
+    TokenIterator, plan,
 };
 use keel_models::loading::CheckpointParameters;
 use keel_testkit::intercepted::{InterceptedBackend, Interceptor, injected};
@@ -126,7 +127,7 @@ fn a_server_has_nothing_left_to_compile_after_its_load() {
     }
 }
 
-/// On a GPU the kernels themselves are counted: programs of a plan have those of the programs with memory.
+/// On a GPU the kernels themselves are compared: programs of a plan have those of the programs with memory.
 #[test]
 fn a_gpu_has_nothing_left_to_load_after_its_load() {
     if !keel_testkit::has_gpu!() {
@@ -138,16 +139,19 @@ fn a_gpu_has_nothing_left_to_load_after_its_load() {
             let precision = if compute == Compute::F32 { Precision::F32 } else { Precision::Fast };
             let cuda = CudaOptions { precision, ..CudaOptions::default() };
             let planner = Arc::new(CudaBackend::planning(&cuda));
-            let backend = CudaBackend::new(&cuda).expect("a GPU");
-            let runtime = Runtime::new(Arc::new(backend), RuntimeOptions::default());
+            let backend = Arc::new(CudaBackend::new(&cuda).expect("a GPU"));
+            let runtime = Runtime::new(Arc::clone(&backend) as Arc<dyn Backend>, RuntimeOptions::default());
             let row_hidden = drafts == 0;
             let options =
                 EngineOptions { sequences: 5, compute, row_hidden, ..bounds(EarlySteps::All, drafts) };
             let mut engine = load(name, &runtime, options, planner, &|_| ()).expect("it loads");
-            let early = runtime.backend().preparations();
+            let (early, kernels) = (backend.preparations(), Kernels::from_iter(backend.take_kernels()));
             engine.make_ready(&mut |_, _, _| ()).expect("it gets ready");
-            let ready = runtime.backend().preparations();
+            let ready = backend.preparations();
             assert!(early.loaded > 0 && early.captured == 0 && ready.captured > 0, "{name}");
+            let mut late = backend.take_kernels();
+            late.retain(|kernel| !kernels.contains(kernel));
+            assert!(late.is_empty(), "{name}, {drafts} drafts, {compute:?}: {late:#?}");
             assert_eq!(ready.loaded, early.loaded, "{name}, {drafts} drafts, {compute:?}");
         }
     }
@@ -198,4 +202,15 @@ fn a_kernel_that_does_not_compile_fails_the_load() {
     let loaded = load("llama", &runtime, bounds(EarlySteps::All, 0), planner(), &|_| ());
     let error = loaded.err().expect("it fails").to_string();
     assert!(error.contains("injected"), "{error}");
+}
+
+#[test]
+fn devices_that_are_not_those_of_the_plan_are_refused() {
+    let checkpoint = Checkpoint::open(&fixture("llama")).expect("the checkpoint opens");
+    let (parameters, config) = (CheckpointParameters(&checkpoint), checkpoint.config());
+    let planned = [PlacedPart::whole(planner())];
+    let options = bounds(EarlySteps::All, 0);
+    let planned = plan::engine(&planned, None, &parameters, config, options).expect("it is planned");
+    let loaded = Engine::load_planned(planned, &[], None, &parameters, config, &|_| ());
+    assert!(matches!(loaded, Err(EngineError::Option(_))), "{:?}", loaded.err());
 }

@@ -113,6 +113,11 @@ impl Cache {
         let named = name.commit().map(str::to_string).or_else(in_refs);
         let mut unnamed: Vec<String> = self.unnamed_commits(name).into_iter().flat_map(models_in).collect();
         unnamed.sort_by_key(|file| Reverse(linked_at(&snapshots.join(file))));
+        if named.as_ref().is_some_and(|commit| self.find_in(name, commit).is_some()) {
+            // As for `find`, the branch's own whole model comes before those of other commits.
+            let is_whole = |file: &String| parts_of(file).iter().all(|part| snapshots.join(part).exists());
+            unnamed.retain(|file| !is_whole(file));
+        }
         // Of equals the first is chosen.
         let models = named.into_iter().flat_map(models_in).chain(unnamed).collect();
         choose(name, models).map(|file| snapshots.join(file))

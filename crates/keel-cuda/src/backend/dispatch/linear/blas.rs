@@ -92,12 +92,15 @@ pub(super) fn through_blas(
             let parameters = LeavePadding { padded: to, y: y.address };
             call.launch(&key, Geometry::rows(rows, weight.rows.min(256).next_multiple_of(32)), &parameters)
         }
-        Err(error) if call.producer(0).is_some() || is_half || y.dtype == DType::F16 => Err(in_op(error)),
-        // If the library refuses a product, our own kernel multiplies, more slowly.
-        Err(error) => {
-            tracing::debug!("{error}; multiplied without cuBLASLt");
+        // If the library refuses a product, our own kernel multiplies, more slowly. A launch that fails otherwise is
+        // not repeated with another kernel: another thread may have ended this capture, which is then taken again.
+        Err(refusal @ CudaError::NoProduct { .. })
+            if call.producer(0).is_none() && !is_half && y.dtype != DType::F16 =>
+        {
+            tracing::debug!("{refusal}; multiplied without cuBLASLt");
             exact_tiled(weight, residual, rows, call)
         }
+        Err(error) => Err(in_op(error)),
     }
 }
 
@@ -124,7 +127,10 @@ pub(super) fn with_bias(
         let operands = ProductOperands { bias: bias.address, ..operands };
         match call.multiply(Product { bias: true, ..product }, operands, own) {
             Ok(()) => return Ok(()),
-            Err(error) => tracing::debug!("{error}; a kernel of its own adds the bias"),
+            Err(refusal @ CudaError::NoProduct { .. }) => {
+                tracing::debug!("{refusal}; a kernel of its own adds the bias");
+            }
+            Err(error) => return Err(error.in_op(call.kernel.op.name())),
         }
     }
     call.multiply(product, operands, own).map_err(|error| error.in_op(call.kernel.op.name()))?;

@@ -110,6 +110,20 @@ fn a_coding_means_the_shortest_name_whether_or_not_its_download_ended() {
     }
 }
 
+/// The hub moved the file into a folder between two downloads.
+#[test]
+fn the_model_that_runs_is_the_one_that_is_removed() {
+    for old in ["m-Q8_0.gguf", "Q8_0.gguf"] {
+        let (_folder, cache) = cache();
+        put(&cache, "a/b", ONE, &[(old, "aa")]);
+        put(&cache, "a/b", TWO, &[("Q8_0/m-UD-Q8_0.gguf", "bb")]);
+        let found = cache.find(&name("a/b:Q8_0")).expect("there");
+        assert!(found.ends_with("Q8_0/m-UD-Q8_0.gguf"), "{found:?}");
+        cache.remove(&name("a/b:Q8_0")).expect("there");
+        assert!(!found.exists() && cache.blob(&name("a/b"), "aa").exists(), "{old}");
+    }
+}
+
 #[test]
 fn what_is_removed_frees_its_bytes_and_no_others() {
     let (_folder, cache) = cache();
