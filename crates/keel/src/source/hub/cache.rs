@@ -115,8 +115,7 @@ impl Cache {
         unnamed.sort_by_key(|file| Reverse(linked_at(&snapshots.join(file))));
         if named.as_ref().is_some_and(|commit| self.find_in(name, commit).is_some()) {
             // As for `find`, the branch's own whole model comes before those of other commits.
-            let is_whole = |file: &String| parts_of(file).iter().all(|part| snapshots.join(part).exists());
-            unnamed.retain(|file| !is_whole(file));
+            unnamed.retain(|file| !is_whole(&snapshots, file));
         }
         // Of equals the first is chosen.
         let models = named.into_iter().flat_map(models_in).chain(unnamed).collect();
@@ -341,10 +340,13 @@ fn choose(name: &HubName, mut models: Vec<String>) -> Option<String> {
 /// GGUF files of this kind of which every part is there, each by its first part.
 fn gguf_files(folder: &Path, is_kind: fn(&str) -> bool) -> Vec<String> {
     let mut files = files_below(folder, "");
-    // The contents of a link may have been deleted.
-    let is_here = |file: &String| parts_of(file).iter().all(|part| folder.join(part).is_file());
-    files.retain(|file| is_kind(file) && is_here(file));
+    files.retain(|file| is_kind(file) && is_whole(folder, file));
     files
+}
+
+/// Whether every part of a GGUF model is there. The contents of a link may have been deleted.
+fn is_whole(folder: &Path, file: &str) -> bool {
+    parts_of(file).iter().all(|part| folder.join(part).is_file())
 }
 
 /// The files of a GGUF model, of which this is the first.

@@ -122,6 +122,7 @@ pub(super) fn with_bias(
     }
     let product = product_of(weight, rows, residual.is_some());
     let operands = half_operands(x, call.inputs[1].address, y.address);
+    let in_op = |error: CudaError| error.in_op(call.kernel.op.name());
     // The library documents no alignment of a bias, so it gets none that begins at an odd place.
     if bias.address.is_multiple_of(16) {
         let operands = ProductOperands { bias: bias.address, ..operands };
@@ -130,10 +131,10 @@ pub(super) fn with_bias(
             Err(refusal @ CudaError::NoProduct { .. }) => {
                 tracing::debug!("{refusal}; a kernel of its own adds the bias");
             }
-            Err(error) => return Err(error.in_op(call.kernel.op.name())),
+            Err(error) => return Err(in_op(error)),
         }
     }
-    call.multiply(product, operands, own).map_err(|error| error.in_op(call.kernel.op.name()))?;
+    call.multiply(product, operands, own).map_err(in_op)?;
     elementwise::add_row(y, bias, call)
 }
 
